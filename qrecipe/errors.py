@@ -1,5 +1,7 @@
 """Errors meant for a person: what was found, what was expected, what mends it."""
 
+from __future__ import annotations
+
 
 class RecipeError(Exception):
     """One sentence a reader can act on; shown without a traceback in notebooks and on the command line."""
