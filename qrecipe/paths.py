@@ -1,0 +1,61 @@
+"""Where the book keeps things: the project folder, its state folder (`.qrecipe`) and the run folders (`runs`)."""
+
+import os
+import tempfile
+from pathlib import Path
+
+from .errors import BadInput
+
+
+def project_root() -> Path:
+    """The folder that holds `notebooks/`: upward from the working folder, else beside the package, else the working folder."""
+    here = Path.cwd()
+    for folder in (here, *here.parents, Path(__file__).resolve().parent.parent):
+        if (folder / "notebooks").is_dir() and (folder / "pyproject.toml").is_file():
+            return folder
+    return here
+
+
+def state_dir() -> Path:
+    """`$QRECIPE_STATE`, else `.qrecipe` in the project; made with mode 700."""
+    return writable(Path(os.environ.get("QRECIPE_STATE") or project_root() / ".qrecipe"), mode=0o700)
+
+
+def runs_dir() -> Path:
+    """`$QRECIPE_RUNS`, else `runs` in the project."""
+    return writable(Path(os.environ.get("QRECIPE_RUNS") or project_root() / "runs"))
+
+
+def writable(folder: Path, mode: int = 0o777) -> Path:
+    """Make `folder` and show that a file can be written in it.
+
+    Raises BadInput with the variable that moves it when it cannot.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=mode)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as e:
+        raise BadInput(
+            f"cannot write in {folder} ({e.strerror or e}): make it writable, free some disk, or set QRECIPE_STATE and QRECIPE_RUNS to folders that are"
+        ) from None
+    return folder
+
+
+def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
+    """Write `text` so that a reader of `path` sees the old file or the new one, never half of it."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:80]}-")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as f:
+            f.write(text)
+        os.chmod(name, mode & ~_umask())
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current

@@ -1,0 +1,137 @@
+"""ServeRecipe: every `vllm serve` flag that the book uses, typed, with the environment that the engine wants."""
+
+import json
+import shlex
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+
+from .errors import BadInput
+
+SERVED_NAME = "qwen3.5-4b"
+GPU_MODEL = "Qwen/Qwen3.5-4B"
+
+
+@dataclass(frozen=True)
+class ServeRecipe:
+    """One `vllm serve` command line.
+
+    A flag left at None is not written, so vLLM's own default holds. Lengths are in tokens,
+    `gpu_memory_utilization` is a share of the card's total memory, `env` is added to the environment.
+    """
+
+    model: str
+    served_model_name: str = SERVED_NAME
+    max_model_len: int | None = 32768
+    gpu_memory_utilization: float | None = 0.90
+    dtype: str | None = "bfloat16"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    reasoning_parser: str | None = "qwen3"
+    revision: str | None = None
+    load_format: str | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    kv_cache_dtype: str | None = None
+    quantization: str | None = None
+    tensor_parallel_size: int | None = None
+    limit_mm_per_prompt: dict | None = None
+    language_model_only: bool = False
+    enforce_eager: bool = False
+    enable_prefix_caching: bool | None = None
+    trust_remote_code: bool = False
+    extra: tuple[str, ...] = ()
+    env: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        checks = [
+            (isinstance(self.port, int) and 1024 <= self.port <= 65535, f"port {self.port}: expected 1024 to 65535"),
+            (
+                self.max_model_len is None or self.max_model_len >= 16,
+                f"max_model_len {self.max_model_len}: expected at least 16 tokens",
+            ),
+            (
+                self.gpu_memory_utilization is None or 0 < self.gpu_memory_utilization <= 1,
+                f"gpu_memory_utilization {self.gpu_memory_utilization}: expected a share above 0 and at most 1",
+            ),
+            (
+                self.max_num_seqs is None or self.max_num_seqs >= 1,
+                f"max_num_seqs {self.max_num_seqs}: expected 1 or more",
+            ),
+            (bool(self.model), "no model given: name a folder or a hub id"),
+        ]
+        for good, message in checks:
+            if not good:
+                raise BadInput(message)
+
+    def flags(self) -> list[tuple[str, str | None]]:
+        """The flags in the order they are written: (name, value or None for a switch)."""
+        out: list[tuple[str, str | None]] = []
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name in ("model", "extra", "env") or value is None or value is False:
+                continue
+            name = "--" + f.name.replace("_", "-")
+            if f.name == "gpu_memory_utilization":
+                out.append((name, f"{value:.2f}" if round(value, 2) == value else str(value)))
+            elif value is True:
+                out.append((name, None))
+            elif isinstance(value, dict):
+                out.append((name, json.dumps(value)))
+            else:
+                out.append((name, str(value)))
+        if self.enable_prefix_caching is False:
+            out.append(("--no-enable-prefix-caching", None))
+        return out
+
+    def argv(self) -> list[str]:
+        """The command as a list for a process; no shell reads it."""
+        argv = ["vllm", "serve", self.model]
+        for name, value in self.flags():
+            argv += [name] if value is None else [name, value]
+        return argv + list(self.extra)
+
+    def command(self) -> str:
+        """The command as one line to copy into a shell, environment first."""
+        env = [f"{k}={shlex.quote(str(v))}" for k, v in self.env.items()]
+        return " ".join([*env, shlex.join(self.argv())])
+
+    def differences(self, other: "ServeRecipe") -> list[str]:
+        """What differs in `other`, one phrase a flag, host and port included, the environment not."""
+        mine, theirs = asdict(self), asdict(other)
+        return [
+            f"{k} {theirs[k]} instead of {mine[k]}" for k in mine if k != "env" and _plain(mine[k]) != _plain(theirs[k])
+        ]
+
+    def with_(self, **changes) -> "ServeRecipe":
+        """A copy with some flags changed."""
+        return replace(self, **changes)
+
+    @classmethod
+    def from_dict(cls, data: dict) -> "ServeRecipe":
+        """The recipe from its JSON form; unknown keys are refused."""
+        unknown = set(data) - {f.name for f in fields(cls)}
+        if unknown:
+            raise BadInput(f"unknown serve flags {sorted(unknown)}: expected some of {[f.name for f in fields(cls)]}")
+        return cls(**{**data, "extra": tuple(data.get("extra") or ())})
+
+
+def _plain(value):
+    return list(value) if isinstance(value, tuple) else value
+
+
+def recipe_for(engine: str, model: str, *, port: int = 8000, weights: str = "real", **changes) -> ServeRecipe:
+    """The book's recipe for an engine ("cpu" or "gpu").
+
+    The CPU engine adds what two cores need: four sequences, no graph capture, no video, one GiB of KV cache.
+    """
+    local = Path(model).is_dir()
+    env = {"VLLM_NO_USAGE_STATS": "1"}
+    flags: dict = {"model": str(model), "port": port}
+    if local:
+        env["HF_HUB_OFFLINE"] = "1"
+    if engine == "cpu":
+        flags |= {"max_num_seqs": 4, "enforce_eager": True, "limit_mm_per_prompt": {"image": 4, "video": 0}}
+        env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "QRECIPE_SHARE_TOKENIZER": "1"}
+    if weights == "dummy":
+        flags["load_format"] = "dummy"
+    return ServeRecipe(**{**flags, "env": env, **changes})

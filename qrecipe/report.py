@@ -1,0 +1,111 @@
+"""One page for one run: `index.html` holds the verdicts, what was measured, what it ran on, and every executed chapter. It needs no network."""
+
+import html
+from pathlib import Path
+
+from .paths import write_whole
+
+CSS = """
+:root{color-scheme:light}*{box-sizing:border-box}body{font:16px/1.55 system-ui,sans-serif;color:#1a1a1a;background:#fff;margin:0 auto;max-width:62rem;padding:1rem}
+h1{font-size:1.6rem;margin:.6rem 0}h2{font-size:1.25rem;margin:1.4rem 0 .4rem}table{border-collapse:collapse;margin:.6rem 0;font-size:.92rem}
+th,td{text-align:left;padding:.25rem .6rem;border-bottom:1px solid #ddd;vertical-align:top;overflow-wrap:anywhere}th{border-bottom:2px solid #888}
+.wide{overflow-x:auto}.passed{color:#00674a;font-weight:600}.failed{color:#a3261b;font-weight:600}.skipped{color:#6b5900;font-weight:600}
+pre{background:#f5f5f5;padding:.5rem .7rem;overflow-x:auto;font-size:.85rem;line-height:1.4;margin:.4rem 0;white-space:pre-wrap;overflow-wrap:anywhere}
+section.chapter{border-top:3px solid #0072b2;margin-top:2.4rem;padding-top:.4rem}img,svg{max-width:100%;height:auto}
+div.input_prompt,div.output_prompt,div.prompt,.jp-InputPrompt,.jp-OutputPrompt,a.anchor-link{display:none}.jp-Cell{margin:.5rem 0}.jp-OutputArea-output pre{background:#fff;border-left:3px solid #56b4e9}
+nav a{margin-right:1rem;white-space:nowrap}
+"""
+
+
+def write_report(folder: Path, run: dict, log_tail: str = "") -> Path:
+    """Write `index.html` into the run folder and return its path. Everything from logs and models is escaped."""
+    parts = [_head(run), _verdicts(run), _measured(run), _ran_on(run)]
+    if log_tail:
+        parts.append(f"<h2>The last lines of the server log</h2><pre>{html.escape(log_tail)}</pre>")
+    bodies = [(c["name"], chapter_html(folder / f"{c['name']}.ipynb")) for c in run["chapters"]]
+    parts.append(
+        "<nav>" + "".join(f'<a href="#{html.escape(n)}">{html.escape(n)}</a>' for n, body in bodies if body) + "</nav>"
+    )
+    parts += [f'<section class="chapter" id="{html.escape(n)}">{body}</section>' for n, body in bodies if body]
+    page = f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1"><title>qrecipe run {html.escape(run["date"])}</title><style>{CSS}{_code_css()}</style></head><body>{"".join(parts)}</body></html>\n'
+    write_whole(folder / "index.html", page)
+    return folder / "index.html"
+
+
+def chapter_html(notebook: Path) -> str:
+    """The body of an executed notebook as HTML without scripts, "" when there is none that can be read."""
+    from nbconvert import HTMLExporter
+
+    if not notebook.is_file():
+        return ""
+    try:
+        body, _ = HTMLExporter(template_name="basic", embed_images=True, exclude_anchor_links=True).from_filename(
+            str(notebook)
+        )
+    except Exception as e:  # a damaged copy must not cost the report of the others
+        return f"<p>{html.escape(notebook.name)} could not be shown: {html.escape(type(e).__name__)}</p>"
+    return body
+
+
+def _code_css() -> str:
+    from pygments.formatters import HtmlFormatter
+
+    return HtmlFormatter(style="default").get_style_defs(".highlight")
+
+
+def _head(run: dict) -> str:
+    word = "passed" if run["passed"] else "failed"
+    return f'<h1>qrecipe: the book on {html.escape(run["device"])}</h1><p><span class="{word}">{word}</span> on {html.escape(run["date"])} in {run["seconds"]:.0f} s</p>'
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    """A table whose cells are escaped, but for those that are pairs (class, text)."""
+    cells = "".join(f"<th>{html.escape(h)}</th>" for h in head)
+    body = "".join(
+        "<tr>"
+        + "".join(
+            f'<td class="{c[0]}">{html.escape(c[1])}</td>'
+            if isinstance(c, tuple)
+            else f"<td>{html.escape(str(c))}</td>"
+            for c in row
+        )
+        + "</tr>"
+        for row in rows
+    )
+    return f'<div class="wide"><table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _verdicts(run: dict) -> str:
+    rows = [
+        [
+            c["name"],
+            (c["status"], c["status"]),
+            f"{c['seconds']:.0f}",
+            f"{c['cell']}: {c['reason']}".strip(": "),
+            c["line"],
+        ]
+        for c in run["chapters"]
+    ]
+    return "<h2>Chapters</h2>" + _table(["chapter", "verdict", "seconds", "failing cell and why", "line"], rows)
+
+
+def _measured(run: dict) -> str:
+    rows = [
+        [c["name"], name, _figure(m["value"]), m["unit"]] for c in run["chapters"] for name, m in c["measured"].items()
+    ]
+    return "<h2>What was measured</h2>" + _table(["chapter", "figure", "value", "unit"], rows) if rows else ""
+
+
+def _figure(value) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
+
+
+def _ran_on(run: dict) -> str:
+    server = run["server"]
+    rows = [["engine", f"{run['engine']}: {run['reason']}"], ["device", run["device"]], ["date", run["date"]]]
+    rows += [[name, version] for name, version in run["versions"].items()]
+    rows += [["lock", f"{run['lock']}, sha256 {run['lock_sha256']}"], ["weights", run["weights"]]]
+    rows += [[f"model {k}", v] for k, v in run["model"].items()]
+    if server["log"]:
+        rows += [["server ready after", f"{server['ready_seconds']} s"], ["server log", server["log"]]]
+    return "<h2>What it ran on</h2>" + _table(["", ""], rows)

@@ -1,0 +1,319 @@
+"""Server: start, attach, status, stop. The watching is done by one supervisor process a server (supervisor.py)."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+import httpx
+import psutil
+from filelock import FileLock, Timeout
+
+from .errors import BadInput, ServerFailed
+from .paths import state_dir, writable, write_whole
+from .processes import Pid, end_all
+from .recipe import ServeRecipe
+from .supervisor import ENDED, listener, living_owners
+
+LOGS_KEPT = 20
+START_LIMIT = 1200.0  # seconds that a start may take before it is given up
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that answers: one that the book started (`folder` is set) or a foreign one (`folder` is None)."""
+
+    base_url: str
+    model: str
+    api_key: str
+    root: str
+    max_model_len: int | None
+    log: Path | None = None
+    folder: Path | None = None
+    recipe: ServeRecipe | None = None
+
+    @classmethod
+    def start(
+        cls,
+        recipe: ServeRecipe,
+        *,
+        keep: bool = False,
+        grace: float = 0.0,
+        log_dir: Path | None = None,
+        on_progress=None,
+    ) -> "Server":
+        """Start a server for this recipe, or join the running one with the same flags, and wait until it answers.
+
+        The calling process becomes an owner: when the last owner has gone for `grace` seconds the server is stopped,
+        unless `keep`. `on_progress(seconds, log)` is called about once a second while waiting.
+        Raises BadInput before anything starts (port taken, model folder missing, other flags than the running server's)
+        and ServerFailed when the start fails; then nothing is left running.
+        """
+        folder = launch(recipe, keep=keep, grace=grace, log_dir=log_dir)
+        return cls.wait(folder, recipe.port, on_progress=on_progress)
+
+    @classmethod
+    def wait(cls, folder: Path, port: int, *, on_progress=None) -> "Server":
+        """Wait until the server of this folder answers; ServerFailed with cause and log when it does not."""
+        began = time.monotonic()
+        try:
+            while (state := read_state(folder))["status"] != "ready":
+                if state["status"] in ENDED or not supervised(state):
+                    raise ServerFailed(failure_text(state))
+                if time.monotonic() - began > START_LIMIT:
+                    stop(port)
+                    raise ServerFailed(f"the server did not answer within {START_LIMIT:.0f} s; its log: {state['log']}")
+                if on_progress:
+                    on_progress(time.time() - state["started"], Path(state["log"]))
+                time.sleep(0.25)
+        except BaseException:
+            leave(folder)
+            raise
+        if on_progress:
+            on_progress(None, Path(state["log"]))
+        return cls.attach(f"http://127.0.0.1:{port}/v1", folder=folder)
+
+    @classmethod
+    def attach(
+        cls, base_url: str, api_key: str | None = None, *, model: str = "", folder: Path | None = None
+    ) -> "Server":
+        """Look at a running OpenAI-compatible server. The key comes from VLLM_API_KEY or OPENAI_API_KEY when none is given.
+
+        Raises BadInput when nothing answers, when what answers is no such server, or when it does not serve `model`.
+        """
+        key = api_key or os.environ.get("VLLM_API_KEY") or os.environ.get("OPENAI_API_KEY") or "EMPTY"
+        base_url = base_url.rstrip("/")
+        if not base_url.startswith(("http://", "https://")):
+            raise BadInput(f"base_url {base_url!r} is no address: expected something like http://127.0.0.1:8000/v1")
+        try:
+            reply = httpx.get(
+                f"{base_url}/models", headers={"Authorization": f"Bearer {key}"}, timeout=10, trust_env=False
+            )
+        except httpx.HTTPError as e:
+            raise BadInput(
+                f"no server answers at {base_url} ({type(e).__name__}): start one with 'qrecipe serve', or leave base_url empty"
+            ) from None
+        if reply.status_code == 401:
+            raise BadInput(f"{base_url} wants an API key: set VLLM_API_KEY in the environment")
+        try:
+            served = reply.json()["data"]
+            first = next(m for m in served if not model or m["id"] == model)
+        except StopIteration:
+            raise BadInput(f"{base_url} does not serve {model!r}: it serves {[m['id'] for m in served]}") from None
+        except (ValueError, KeyError, TypeError):
+            hint = "" if base_url.endswith("/v1") else "; is /v1 missing at its end?"
+            raise BadInput(
+                f"{base_url}/models answered {reply.status_code}, but not as an OpenAI-compatible server does{hint}"
+            ) from None
+        state = read_state(folder) if folder else {}
+        return cls(
+            base_url, first["id"], key, first.get("root") or first["id"], first.get("max_model_len"),
+            Path(state["log"]) if folder else None, folder, ServeRecipe.from_dict(state["recipe"]) if folder else None,
+        )  # fmt: skip
+
+    def leave(self, wait: float = 0.0) -> None:
+        """This process no longer uses the server; with `wait`, stay until it has ended if it ends by that."""
+        if self.folder:
+            leave(self.folder, wait)
+
+    def stop(self) -> dict:
+        """Stop the server whoever uses it. Returns its last state. A foreign server is not ours to stop."""
+        if not self.folder:
+            raise BadInput(f"{self.base_url} was not started by this book: stop it where it was started")
+        return stop(int(self.folder.name.removeprefix("port-")))
+
+
+def server_folder(port: int) -> Path:
+    """The folder of the server on this port: its state, owners and lock."""
+    folder = state_dir() / "servers" / f"port-{port}"
+    writable(folder / "owners", mode=0o700)
+    return folder
+
+
+def launch(recipe: ServeRecipe, *, keep: bool = False, grace: float = 0.0, log_dir: Path | None = None) -> Path:
+    """Start the supervisor, or join the server that runs with these flags. Returns the server's folder without waiting."""
+    folder = server_folder(recipe.port)
+    try:
+        with FileLock(folder / "lock", timeout=60):
+            state = read_state(folder)
+            while state and state["status"] == "stopping" and supervised(state):
+                time.sleep(0.2)
+                state = read_state(folder)
+            if state and state["status"] not in ENDED and supervised(state):
+                differing = ServeRecipe.from_dict(state["recipe"]).differences(recipe)
+                if differing:
+                    raise BadInput(
+                        f"a server with other flags runs on port {recipe.port} ({'; '.join(differing)} asked for): stop it with 'qrecipe stop --port {recipe.port}', or choose another port"
+                    )
+                join(folder, grace)
+                return folder
+            if state:
+                end_all(state["token"])
+            check_start(recipe)
+            log = new_log(log_dir, recipe.port)
+            argv = [sys.executable, "-m", "vllm.entrypoints.cli.main", *recipe.argv()[1:]]
+            state = {
+                "status": "launching", "token": uuid.uuid4().hex, "argv": argv, "recipe": asdict(recipe), "log": str(log),
+                "keep": keep, "started": time.time(),
+            }  # fmt: skip
+            (folder / "stop").unlink(missing_ok=True)
+            write_whole(folder / "server.json", json.dumps(state, indent=1), mode=0o600)
+            join(folder, grace)
+            with open(log, "ab") as out:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "qrecipe.supervisor", str(folder)],
+                    stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
+                )  # fmt: skip
+            while read_state(folder)["status"] == "launching":
+                if process.poll() is not None:
+                    raise ServerFailed(
+                        f"the supervisor ended with exit code {process.returncode} before it started the server; see {log}"
+                    )
+                time.sleep(0.05)
+    except Timeout:
+        raise ServerFailed(
+            f"another start on port {recipe.port} holds {folder / 'lock'}: wait for it, or end that process"
+        ) from None
+    return folder
+
+
+def check_start(recipe: ServeRecipe) -> None:
+    """What can be known before a start: is the model there and complete, is the port free?"""
+    path = Path(recipe.model)
+    if path.is_absolute() or path.exists() or recipe.model.startswith((".", "~")):
+        from .fetch import check_folder
+
+        check_folder(path)
+    host = recipe.host if recipe.host != "localhost" else "127.0.0.1"
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind((host, recipe.port))
+        except OSError as e:
+            pid = listener(recipe.port)
+            who = f"process {pid} ({' '.join(psutil.Process(pid).cmdline())[:60]})" if pid else "another process"
+            raise BadInput(
+                f"port {recipe.port} on {host} cannot be used ({e.strerror}, held by {who}): stop that, choose another port (-p port {recipe.port + 1}), or attach with base_url"
+            ) from None
+
+
+def new_log(log_dir: Path | None, port: int) -> Path:
+    """A log file that did not exist before; of the older ones in the state folder the last twenty are kept."""
+    folder = writable(Path(log_dir) if log_dir else state_dir() / "logs")
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    for n in range(1000):
+        log = folder / f"server-{stamp}-port{port}{f'-{n}' if n else ''}.log"
+        try:
+            log.touch(exist_ok=False)
+            break
+        except FileExistsError:
+            continue
+    if not log_dir:
+        for old in sorted(folder.glob("server-*.log"))[:-LOGS_KEPT]:
+            old.unlink(missing_ok=True)
+    return log
+
+
+def join(folder: Path, grace: float = 0.0, pid: int | None = None) -> Path:
+    """Make this process (with the parent that it dies with) an owner of the server. Returns the owner's file."""
+    me, parent = Pid.of(pid or os.getpid()), None
+    if pid is None and "ipykernel" in " ".join(psutil.Process().cmdline()):
+        parent = Pid.of(os.getppid())  # papermill or Jupyter: a kernel without it is of no use to anybody
+    file = folder / "owners" / f"{me.pid}-{me.ticks}.json"
+    owner = {"processes": [[p.pid, p.ticks] for p in (me, parent) if p], "grace": grace, "since": time.time()}
+    write_whole(file, json.dumps(owner), mode=0o600)
+    return file
+
+
+def leave(folder: Path, wait: float = 0.0) -> None:
+    """Take this process off the owners; with `wait`, stay up to that many seconds if the server ends by it."""
+    me = Pid.of(os.getpid())
+    (folder / "owners" / f"{me.pid}-{me.ticks}.json").unlink(missing_ok=True)
+    deadline = time.monotonic() + wait
+    while time.monotonic() < deadline:
+        state = read_state(folder)
+        if not state or state["keep"] or state["status"] in ENDED or living_owners(folder) or not supervised(state):
+            return
+        time.sleep(0.1)
+
+
+def read_state(folder: Path) -> dict:
+    """The state of a server, {} when there is none or the file is not ours to understand (it is put aside then)."""
+    file = folder / "server.json"
+    try:
+        state = json.loads(file.read_text())
+        for key in ("status", "token", "recipe", "log", "keep", "started"):
+            state[key]
+        return state
+    except FileNotFoundError:
+        return {}
+    except (ValueError, KeyError, TypeError):
+        shutil.move(file, file.with_suffix(".damaged"))
+        return {}
+
+
+def supervised(state: dict) -> bool:
+    """True while the supervisor of this state runs (or is about to: its first second)."""
+    if "supervisor" not in state:
+        return state["status"] == "launching" and time.time() - state["started"] < 60
+    return Pid(*state["supervisor"]).alive()
+
+
+def status(port: int | None = None) -> list[dict]:
+    """The servers that this book knows, running or ended: state, owners, address."""
+    folders = [server_folder(port)] if port else sorted((state_dir() / "servers").glob("port-*"))
+    out = []
+    for folder in folders:
+        if state := read_state(folder):
+            running = state["status"] not in ENDED and supervised(state)
+            word = state["status"] if running or state["status"] in ENDED else "died"
+            port_ = state["recipe"]["port"]
+            out.append(
+                {
+                    "port": port_, "status": word, "why": state.get("why"), "base_url": f"http://127.0.0.1:{port_}/v1", "model": state["recipe"]["model"],
+                    "log": state["log"], "owners": len(living_owners(folder)), "keep": state["keep"], "ready_seconds": state.get("ready_seconds"),
+                }
+            )  # fmt: skip
+    return out
+
+
+def stop(port: int, seconds: float = 60.0) -> dict:
+    """Stop the server on this port and wait until its processes are gone. Returns its last state ({} when there is none)."""
+    folder = server_folder(port)
+    state = read_state(folder)
+    if not state:
+        return {}
+    deadline = time.monotonic() + seconds
+    while (state := read_state(folder))["status"] not in ENDED and supervised(state):
+        (folder / "stop").touch()
+        if time.monotonic() > deadline:
+            os.kill(state["supervisor"][0], signal.SIGKILL)  # its guard ends the server
+            break
+        time.sleep(0.1)
+    left = end_all(state["token"])
+    if left:
+        raise ServerFailed(f"processes {left} of the server on port {port} could not be ended")
+    return read_state(folder)
+
+
+def failure_text(state: dict) -> str:
+    """Why a server did not come up: the log's own cause, its mend, and where the log is."""
+    from .startup_log import read_log
+
+    why = state.get("why") or "its supervisor is gone"
+    try:
+        failure = read_log(state["log"]).failure
+    except Exception:  # an empty or unreadable log adds nothing to `why`
+        failure = None
+    if failure:
+        found = failure if isinstance(failure, dict) else asdict(failure)
+        return f"{found['text']} - {found['cause']}. Mend: {found['mend']}. Log: {state['log']}"
+    return f"the server did not come up: {why}. Log: {state['log']}"
