@@ -1,0 +1,155 @@
+"""vLLM's own clock: its /metrics page read before and after a request, and the difference held against ours.
+
+The server's histograms count seconds in sums and samples, so that sum / samples of a difference is the mean over what
+came in between: one request, if nobody else asked. Names as in vLLM 0.27.0 (v1/metrics/loggers.py). Its inter-token
+histogram has one sample per engine step, its TTFT starts when the API server has read the request (before it
+tokenises), and both end inside the server: the HTTP on the way back is ours alone.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .dissection import Dissection
+from .errors import RequestFailed
+
+_MEANS = {
+    "ttft": "time_to_first_token_seconds", "itl": "inter_token_latency_seconds", "e2e": "e2e_request_latency_seconds",
+    "queue": "request_queue_time_seconds", "prefill": "request_prefill_time_seconds",
+    "decode": "request_decode_time_seconds",
+}  # fmt: skip
+_COUNTS = {
+    "prompt_tokens": "prompt_tokens_total", "generation_tokens": "generation_tokens_total",
+    "prefix_queries": "prefix_cache_queries_total", "prefix_hits": "prefix_cache_hits_total",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All samples but the buckets, summed over engines; names without `vllm:`."""
+
+    values: dict[str, float]
+
+    def __getitem__(self, name: str) -> float:
+        return self.values.get(name, 0.0)
+
+    @property
+    def finished(self) -> int:
+        return int(self["request_success_total"])
+
+
+@dataclass(frozen=True)
+class ServerSide:
+    """What the server counted between two snapshots: mean seconds (None without a sample), tokens, cache hits."""
+
+    requests: int
+    steps: int  # samples of the inter-token histogram
+    ttft: float | None
+    itl: float | None
+    e2e: float | None
+    queue: float | None
+    prefill: float | None
+    decode: float | None
+    prompt_tokens: int
+    generation_tokens: int
+    prefix_queries: int
+    prefix_hits: int
+    kv_usage: float  # fraction of the KV pool in use at the second snapshot
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the prompt tokens found in the prefix cache; None when the cache is off (it is not asked)."""
+        return self.prefix_hits / self.prefix_queries if self.prefix_queries else None
+
+
+class Comparison(NamedTuple):
+    """One figure from both sides; `agrees` within 5 % or 3 ms for times, exactly for tokens."""
+
+    name: str
+    ours: float
+    servers: float
+    unit: str
+    difference: float
+    agrees: bool
+
+
+def parse_metrics(text: str) -> Snapshot:
+    """Read the Prometheus text format; other processes' samples (python_*, http_*) are left out."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    values: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        if family.name.startswith("vllm:"):
+            for sample in family.samples:
+                if not sample.name.endswith(("_bucket", "_created", "_info")):
+                    name = sample.name.removeprefix("vllm:")
+                    values[name] = values.get(name, 0.0) + sample.value
+    return Snapshot(values)
+
+
+def read_metrics(base_url: str, *, after: Snapshot | None = None, requests: int = 1, timeout: float = 5.0) -> Snapshot:
+    """Fetch /metrics of the server behind `base_url` (…/v1).
+
+    With `after`, waits (two seconds at most) until that many more requests are counted as finished: the server books
+    a request a moment after its last chunk. Raises RequestFailed when there is no such page.
+    """
+    import httpx
+
+    url = base_url.rstrip("/").removesuffix("/v1") + "/metrics"
+    deadline = time.perf_counter() + 2.0
+    while True:
+        try:
+            reply = httpx.get(url, timeout=timeout)
+        except httpx.HTTPError as error:
+            raise RequestFailed(f"nothing answers at {url} ({error}): start the server, or mend base_url.") from error
+        snapshot = parse_metrics(reply.text) if reply.status_code == 200 and "vllm:" in reply.text else None
+        if snapshot is None:
+            raise RequestFailed(f"{url} has no vLLM metrics (status {reply.status_code}): is the server a vLLM, without --disable-log-stats?")
+        if after is None or snapshot.finished >= after.finished + requests or time.perf_counter() > deadline:
+            return snapshot
+        time.sleep(0.02)
+
+
+def difference(before: Snapshot, after: Snapshot) -> ServerSide:
+    """What lies between two snapshots of one server."""
+    if after.finished < before.finished:
+        raise RequestFailed("the server's counters went backwards: it was restarted between the two readings.")
+
+    def mean(name: str) -> float | None:
+        count = after[name + "_count"] - before[name + "_count"]
+        return (after[name + "_sum"] - before[name + "_sum"]) / count if count > 0 else None
+
+    return ServerSide(
+        requests=after.finished - before.finished,
+        steps=int(after["inter_token_latency_seconds_count"] - before["inter_token_latency_seconds_count"]),
+        kv_usage=after["kv_cache_usage_perc"],
+        **{key: mean(name) for key, name in _MEANS.items()},
+        **{key: int(after[name] - before[name]) for key, name in _COUNTS.items()},
+    )
+
+
+def compare(ours: Dissection, server: ServerSide) -> list[Comparison]:
+    """Our clock beside the server's for one request on an otherwise idle server.
+
+    Tokens are held against each other one by one; ITL per engine step where a step made several tokens.
+    Raises RequestFailed when the server counted other requests as well.
+    """
+    if server.requests != 1:
+        raise RequestFailed(f"the server finished {server.requests} requests in between, not 1: hold the clock against an idle server.")
+    gaps = ours.itl if server.steps == len(ours.itl) else ours.steps
+    pairs = [
+        ("TTFT", ours.ttft, server.ttft),
+        ("ITL, mean", sum(gaps) / len(gaps) if gaps else None, server.itl),
+        ("E2E", ours.e2e, server.e2e),
+    ]
+    out = []
+    for name, a, b in pairs:
+        if a is not None and b is not None:
+            out.append(Comparison(name, a * 1000, b * 1000, "ms", (a - b) * 1000, abs(a - b) <= max(0.003, 0.05 * b)))
+    for name, a, b in (("prompt tokens", ours.prompt_tokens, server.prompt_tokens),
+                       ("completion tokens", ours.completion_tokens, server.generation_tokens)):  # fmt: skip
+        if a is not None:
+            out.append(Comparison(name, a, b, "tokens", a - b, a == b))
+    return out
