@@ -1,6 +1,7 @@
 """The notebook's side of a run: `begin` checks the parameters and finds the engine, `finish` writes what was measured."""
 
 import ast
+import hashlib
 import importlib.metadata as metadata
 import json
 import os
@@ -213,11 +214,15 @@ def model_facts(chapter: Chapter) -> dict:
 
 
 def teaching_model() -> Path:
-    """The teaching model's folder, built when it is not there yet (seconds)."""
-    from .teaching_model import build, version
+    """The teaching model's folder, built when it is not there yet (seconds). Its name carries what it was built from."""
+    from . import teaching_model as package
 
-    folder = state_dir() / "models" / f"teaching-model-{version()}"
-    return folder if (folder / "config.json").is_file() else build(folder)
+    digest = hashlib.sha256()
+    for file in sorted(Path(package.__file__).parent.iterdir()):
+        if file.is_file():
+            digest.update(file.read_bytes())
+    folder = state_dir() / "models" / f"teaching-model-{digest.hexdigest()[:10]}"
+    return folder if (folder / "config.json").is_file() else package.build(folder)
 
 
 def exact_shape(name: str) -> Path:
@@ -255,10 +260,8 @@ def device_name() -> str:
 
     facts = gather()
     if facts.gpus:
-        return ", ".join(f"{g.name}, {g.memory_mib} MiB" for g in facts.gpus)
-    with open("/proc/cpuinfo") as f:
-        model = next((line.split(":", 1)[1].strip() for line in f if line.startswith("model name")), "CPU")
-    return f"{model}, {len(os.sched_getaffinity(0))} cores"
+        return ", ".join(f"{g.name}, {g.memory_gib:.1f} GiB" for g in facts.gpus)
+    return f"{facts.cpu_name or 'CPU'}, {len(os.sched_getaffinity(0))} cores"
 
 
 def _choose_engine(parameters: dict) -> tuple[str, str]:

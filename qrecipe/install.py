@@ -73,7 +73,7 @@ def set_up(asked: str) -> str:
     print(f"set-up: engine {engine}: {reason}", flush=True)
     if not stamp.exists():
         try:
-            preflight(engine, ROOT)
+            preflight(gather(), engine, str(ROOT))
         except RecipeError as e:
             raise SetupError(str(e)) from None
     stamp.unlink(missing_ok=True)

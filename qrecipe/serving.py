@@ -159,9 +159,8 @@ def launch(recipe: ServeRecipe, *, keep: bool = False, grace: float = 0.0, log_d
                 end_all(state["token"])
             check_start(recipe)
             log = new_log(log_dir, recipe.port)
-            argv = [sys.executable, "-m", "vllm.entrypoints.cli.main", *recipe.argv()[1:]]
             state = {
-                "status": "launching", "token": uuid.uuid4().hex, "argv": argv, "recipe": asdict(recipe), "log": str(log),
+                "status": "launching", "token": uuid.uuid4().hex, "argv": process_argv(recipe), "recipe": asdict(recipe), "log": str(log),
                 "keep": keep, "started": time.time(),
             }  # fmt: skip
             (folder / "stop").unlink(missing_ok=True)
@@ -183,6 +182,11 @@ def launch(recipe: ServeRecipe, *, keep: bool = False, grace: float = 0.0, log_d
             f"another start on port {recipe.port} holds {folder / 'lock'}: wait for it, or end that process"
         ) from None
     return folder
+
+
+def process_argv(recipe: ServeRecipe) -> list[str]:
+    """The recipe's command as this Python runs it: `vllm` is found whatever PATH says."""
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", *recipe.argv()[1:]]
 
 
 def check_start(recipe: ServeRecipe) -> None:

@@ -1,0 +1,215 @@
+"""The server's life on a stub with vLLM's process tree; the real engine is in test_book.py."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from qrecipe import serving
+from qrecipe.errors import BadInput, ServerFailed
+from qrecipe.processes import Pid, server_processes
+from qrecipe.recipe import ServeRecipe
+from qrecipe.serving import Server
+
+STUB = str(Path(__file__).with_name("stub_server.py"))
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.fixture
+def stub(tmp_path, monkeypatch):
+    """Serve the stub instead of vLLM, in a state folder of the test's own; nothing may be left of it."""
+    monkeypatch.setenv("QRECIPE_STATE", str(tmp_path / "state"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(serving.__file__).parent.parent))
+    manner = {"delay": "0.2", "word": ""}
+
+    def argv(recipe):
+        return [sys.executable, STUB, str(recipe.port), manner["delay"], manner["word"]]
+
+    monkeypatch.setattr(serving, "process_argv", argv)
+    yield manner
+    for folder in (tmp_path / "state" / "servers").glob("port-*"):
+        state = serving.read_state(folder)
+        serving.stop(int(folder.name[5:]))
+        assert not state or server_processes(state["token"]) == []
+
+
+def gone(token: str, seconds: float = 15) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not server_processes(token):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def token_of(server: Server) -> str:
+    return serving.read_state(server.folder)["token"]
+
+
+def outsider(port: int, action: str = "time.sleep(600)") -> subprocess.Popen:
+    """Another process that joins the server on this port and then does `action`."""
+    code = (
+        "import time; from qrecipe import serving\n"
+        f"serving.join(serving.server_folder({port})); print('joined', flush=True); {action}"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "joined\n"
+    return process
+
+
+def test_start_answers_and_leaving_ends_the_whole_tree(stub, port):
+    server = Server.start(ServeRecipe("stub", port=port))
+    assert (server.model, server.max_model_len) == ("stub", 4096)
+    assert len(server_processes(token_of(server))) == 3
+    server.leave(wait=20)
+    assert server_processes(token_of(server)) == []
+    assert serving.status(port)[0]["status"] == "stopped"
+
+
+def test_a_second_start_joins_and_the_first_owner_may_go(stub, port):
+    server = Server.start(ServeRecipe("stub", port=port))
+    other = outsider(port)
+    assert Server.start(ServeRecipe("stub", port=port)).log == server.log
+    assert serving.status(port)[0]["owners"] == 2
+    server.leave()
+    time.sleep(1)
+    assert len(server_processes(token_of(server))) == 3
+    other.kill()
+    other.wait()
+    assert gone(token_of(server))
+
+
+def test_other_flags_are_named_and_refused(stub, port):
+    Server.start(ServeRecipe("stub", port=port))
+    with pytest.raises(BadInput, match="max_model_len 4096 instead of 32768"):
+        Server.start(ServeRecipe("stub", port=port, max_model_len=4096))
+
+
+def test_a_killed_supervisor_takes_the_server_with_it(stub, port):
+    server = Server.start(ServeRecipe("stub", port=port))
+    os.kill(serving.read_state(server.folder)["supervisor"][0], signal.SIGKILL)
+    assert gone(token_of(server))
+    time.sleep(0.5)
+    assert "supervisor was killed" in serving.read_state(server.folder)["why"]
+    assert Server.start(ServeRecipe("stub", port=port)).model == "stub"
+
+
+def test_a_killed_engine_core_or_api_server_ends_the_rest(stub, port):
+    server = Server.start(ServeRecipe("stub", port=port))
+    os.kill(serving.read_state(server.folder)["pid"], signal.SIGKILL)
+    assert gone(token_of(server))
+    time.sleep(0.5)
+    assert serving.read_state(server.folder)["status"] == "died"
+
+
+def test_a_deaf_server_is_ended_all_the_same(stub, port):
+    stub["word"] = "deaf"
+    server = Server.start(ServeRecipe("stub", port=port))
+    server.stop()
+    assert server_processes(token_of(server)) == []
+
+
+def test_a_start_that_dies_says_why_and_where_the_log_is(stub, port):
+    stub["word"] = "dies"
+    with pytest.raises(ServerFailed, match=r"server-.*\.log"):
+        Server.start(ServeRecipe("stub", port=port))
+    assert gone(serving.read_state(serving.server_folder(port))["token"])
+
+
+def test_keep_outlives_its_owner_until_stop(stub, port):
+    server = Server.start(ServeRecipe("stub", port=port), keep=True)
+    server.leave()
+    time.sleep(1)
+    assert serving.status(port)[0]["status"] == "ready"
+    server.stop()
+    assert server_processes(token_of(server)) == []
+
+
+def test_grace_keeps_the_server_for_a_restarted_kernel(stub, port):
+    server = Server.start(ServeRecipe("stub", port=port), grace=3.0)
+    server.leave()
+    time.sleep(1)
+    assert Server.start(ServeRecipe("stub", port=port), grace=0.0).log == server.log
+
+
+def test_a_taken_port_names_its_holder_and_the_mend(stub, port):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", port))
+        s.listen()
+        with pytest.raises(BadInput, match=f"port {port}.*process {os.getpid()}.*another port"):
+            Server.start(ServeRecipe("stub", port=port))
+
+
+def test_a_model_folder_that_is_missing_is_known_before_the_start(stub, port, tmp_path):
+    with pytest.raises(BadInput, match="nowhere"):
+        Server.start(ServeRecipe(str(tmp_path / "nowhere"), port=port))
+    assert serving.status(port) == []
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"status": "ready"}'])
+def test_a_damaged_state_file_is_put_aside(stub, port, content):
+    folder = serving.server_folder(port)
+    (folder / "server.json").write_text(content)
+    assert Server.start(ServeRecipe("stub", port=port)).model == "stub"
+    assert (folder / "server.damaged").read_text() == content
+
+
+def test_a_stale_state_file_does_not_stand_in_the_way(stub, port):
+    server = Server.start(ServeRecipe("stub", port=port))
+    server.stop()
+    state = serving.read_state(server.folder) | {"status": "ready", "supervisor": [os.getpid(), 1]}
+    (server.folder / "server.json").write_text(json.dumps(state))
+    assert serving.status(port)[0]["status"] == "died"
+    assert Server.start(ServeRecipe("stub", port=port)).log != server.log
+
+
+def test_two_starts_at_once_become_one(stub, port, tmp_path):
+    stub["delay"] = "1"
+    code = (
+        "import sys; from qrecipe import serving; from qrecipe.recipe import ServeRecipe\n"
+        f"serving.process_argv = lambda r: [sys.executable, {STUB!r}, str(r.port), '1']\n"
+        f"print(serving.Server.start(ServeRecipe('stub', port={port})).log)"
+    )
+    both = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    logs = {p.communicate(timeout=60)[0] for p in both}
+    assert len(logs) == 1 and all(p.returncode == 0 for p in both)
+
+
+@pytest.mark.parametrize(
+    "base_url, words",
+    [("ftp://x", "is no address"), ("http://127.0.0.1:9/v1", "no server answers"), ("nonsense", "is no address")],
+)
+def test_attach_refuses_what_is_no_server(base_url, words):
+    with pytest.raises(BadInput, match=words):
+        Server.attach(base_url)
+
+
+def test_attach_tells_a_missing_v1_and_an_unknown_model(stub, port):
+    Server.start(ServeRecipe("stub", port=port))
+    with pytest.raises(BadInput, match="is /v1 missing"):
+        Server.attach(f"http://127.0.0.1:{port}/nothing")
+    with pytest.raises(BadInput, match=r"does not serve 'other': it serves \['stub'\]"):
+        Server.attach(f"http://127.0.0.1:{port}/v1", model="other")
+
+
+def test_a_foreign_server_is_not_ours_to_stop(stub, port):
+    Server.start(ServeRecipe("stub", port=port))
+    with pytest.raises(BadInput, match="was not started by this book"):
+        Server.attach(f"http://127.0.0.1:{port}/v1").stop()
+
+
+def test_a_process_id_used_again_is_not_mistaken():
+    me = Pid.of(os.getpid())
+    assert me.alive() and not Pid(me.pid, me.ticks + 1).alive()
