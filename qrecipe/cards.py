@@ -1,7 +1,7 @@
 """GPU cards: the memory that drivers and PyTorch report, which is less than the number on the box.
 
 `memory_gib` is what vLLM multiplies by `--gpu-memory-utilization`: the total that PyTorch reports. Where only nvidia-smi's
-figure has a source, PyTorch's is estimated from it (both are known for five cards: 0.4 to 0.6 GiB less), and `source` says so.
+figure has a source, PyTorch's is estimated from it (where both are known it is 0.3 to 2.8 % less), and `source` says so.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Card:
     nominal_gb: int
     bandwidth_gbs: int | None
     source: str
-    measured: bool = True
+    measured: bool = True  # False: memory_gib is estimated from nvidia-smi's total
     nvidia_smi_mib: int | None = None
 
 
@@ -38,33 +38,39 @@ def cards() -> list[Card]:
     found = []
     for row in json.loads(DATA.read_text(encoding="utf-8"))["cards"]:
         smi, torch = row.get("nvidia_smi_mib"), row.get("torch_gib")
-        memory = torch or round(smi / 1024 - DRIVER_SHARE_GIB, 2) if smi or torch else round(row["nominal_gb"] * 0.98, 2)
-        source = row["source"] + ("" if torch else f"; PyTorch's total estimated: nvidia-smi − {DRIVER_SHARE_GIB} GiB" if smi else "")
-        found.append(Card(row["name"], memory, row["nominal_gb"], row.get("bandwidth_gbs"), source, bool(smi or torch), smi))
+        memory = torch or round(smi / 1024 - DRIVER_SHARE_GIB, 2)
+        source = row["source"] + ("" if torch else f"; PyTorch's total estimated: nvidia-smi − {DRIVER_SHARE_GIB} GiB")
+        found.append(Card(row["name"], memory, row["nominal_gb"], row.get("bandwidth_gbs"), source, torch is not None, smi))
     return sorted(found, key=lambda c: (c.memory_gib, c.name))
 
 
-def _plain(name: str) -> str:
-    return re.sub(r"nvidia|geforce|tesla|[^a-z0-9]", "", name.lower())
+def _words(name: str) -> frozenset[str]:
+    """The telling words of a card's name: "NVIDIA A100-SXM4-80GB" → a100, 80gb."""
+    text = re.sub(r"(\d+) +gb\b", r"\1gb", name.lower())
+    text = re.sub(r"\b(\d{4})(ti|d|super)\b", r"\1 \2", text.replace("rtx", " ").replace("geforce", " "))
+    noise = {"nvidia", "amd", "instinct", "tesla", "gpu", "gb", "sxm", "sxm2", "sxm4", "sxm5", "pcie", "hbm3", "hbm3e", "generation", "edition", "workstation", "server"}
+    return frozenset(w for w in re.findall(r"[a-z0-9]+", text) if w not in noise)
 
 
 def find_card(name: str | Card) -> Card:
-    """The card of this name ("RTX 4090 D", "h200", "NVIDIA A10"); BadInput with the nearest names when unknown."""
+    """The card of this name ("RTX 4090 D", "h200", "NVIDIA A100-SXM4-80GB"); BadInput with the nearest names when unknown."""
     if isinstance(name, Card):
         return name
-    wanted = _plain(str(name))
-    known = {_plain(c.name): c for c in cards()}
-    if wanted in known:
-        return known[wanted]
-    if wanted:
-        starts = [c for plain, c in known.items() if plain.startswith(wanted)] or [c for plain, c in known.items() if wanted.startswith(plain) and len(plain) > 2]
-        if len(starts) == 1:
-            return starts[0]
-        inside = [c for plain, c in known.items() if plain.removeprefix("rtx") == wanted]
-        if len(inside) == 1:
-            return inside[0]
-    near = [known[p].name for p in difflib.get_close_matches(wanted, known, 4, 0.4)] or [c.name for c in cards()]
+    wanted = _words(str(name))
+    known = {c: _words(c.name) for c in cards()}
+    for match in (lambda w: w == wanted, lambda w: w - _sizes(w) == wanted - _sizes(wanted), lambda w: bool(wanted) and wanted <= w):
+        found = [c for c, w in known.items() if match(w) and (not _sizes(wanted) or not _sizes(w) or _sizes(w) == _sizes(wanted))]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise BadInput(f"card {str(name)!r} may be {' or '.join(c.name for c in found)}; name one of them")
+    flat = {"".join(sorted(w)): c.name for c, w in known.items()}
+    near = [flat[p] for p in difflib.get_close_matches("".join(sorted(wanted)), flat, 4, 0.4)] or [c.name for c in cards()]
     raise BadInput(f"unknown card {str(name)!r}; nearest: {', '.join(near)}; or give its memory: --gpu-memory GIB")
+
+
+def _sizes(words: frozenset[str]) -> frozenset[str]:
+    return frozenset(w for w in words if re.fullmatch(r"\d+gb", w))
 
 
 def parse_size(text: str | int | float, what: str = "memory") -> float:
