@@ -199,3 +199,137 @@ def teaching_model(directory: str) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise BadInput(f"{folder} exists and is not an empty folder: name another one, or remove it")
     print(build(folder))
+
+
+@app.command()
+def size(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL_OR_CONFIG", help="bundled name, config.json, folder or hub id")
+    ],
+    gpu: Annotated[str | None, typer.Option(help="a card by name, for example 'RTX 4090'")] = None,
+    gpu_memory: Annotated[str | None, typer.Option(help="the card's total memory: 22.5, 24GB or 24GiB")] = None,
+    available_kv: Annotated[float | None, typer.Option(help="GiB from the log's 'Available KV cache memory'")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="tokens")] = None,
+    gpu_memory_utilization: Annotated[float | None, typer.Option(help="share of the total")] = None,
+    dtype: str = "auto",
+    quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
+    mamba_ssm_cache_dtype: str | None = None,
+    prefix_caching: Annotated[bool | None, typer.Option("--prefix-caching/--no-prefix-caching")] = None,
+    speculative_tokens: int = 0,
+    max_num_seqs: int | None = None,
+    max_num_batched_tokens: int | None = None,
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager")] = False,
+    block_size: int | None = None,
+    language_model_only: Annotated[bool, typer.Option("--language-model-only")] = False,
+    limit_mm_per_prompt: Annotated[str | None, typer.Option(help='JSON, for example {"image": 4, "video": 0}')] = None,
+    tensor_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
+    data_parallel_size: int = 1,
+    nodes: int = 1,
+    vllm_version: str = "0.27.0",
+    calibrate: Annotated[str | None, typer.Option(help="the log of a start on this machine")] = None,
+    as_json: Json = False,
+) -> None:
+    """Predict what vLLM's start-up log will say of memory; exit 1 when it does not fit."""
+    flags = dict(locals())
+    for name in ("model", "as_json", "gpu_memory", "available_kv"):
+        flags.pop(name)
+    from .memory import budget
+
+    found = budget(model, gpu_memory_gib=gpu_memory, available_kv_gib=available_kv, **flags)
+    facts = found.as_dict()
+    words = {True: "yes", False: "no", None: "-"}
+    rows = [
+        (k, words.get(v, f"{v:,}" if isinstance(v, int) else str(v)), facts["how"].get(k, ""))
+        for k, v in facts.items()
+        if k not in ("how", "advice")
+    ]
+    show(
+        facts,
+        as_json,
+        [f"{name:24} {value:>15}  {how}" for name, value, how in rows] + [f"advice: {a}" for a in facts["advice"]],
+    )
+    raise typer.Exit(1 if found.fits is False else 0)
+
+
+@app.command("log")
+def read(file: Annotated[str, typer.Argument(help="a vLLM log, also .gz")], as_json: Json = False) -> None:
+    """The memory profile in a start-up log, or the failure and its mend; exit 1 when the start failed."""
+    from .startup_log import read_log
+
+    facts = read_log(file).as_dict()
+    failure = facts.get("failure")
+    plain = [f"{k:24} {v}" for k, v in facts.items() if v is not None and not isinstance(v, (list, dict))]
+    told = (
+        [f"failure: {failure['text']}", f"cause:   {failure['cause']}", f"mend:    {failure['mend']}"]
+        if failure
+        else []
+    )
+    show(facts, as_json, plain + told)
+    raise typer.Exit(1 if failure else 0)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """The layers from driver to transformers; exit 1 with the first broken one and its mend."""
+    from dataclasses import asdict
+
+    from .layers import first_broken, inspect_layers
+
+    layers = inspect_layers()
+    mark = {True: "ok", False: "BROKEN", None: "-"}
+    lines = [f"{mark[x.ok]:7} {x.name}: found {x.found}, needed {x.needed}. {x.why}" for x in layers]
+    broken = first_broken(layers)
+    show(
+        [asdict(x) for x in layers],
+        as_json,
+        lines + ([f"first broken: {broken.name}. Mend: {broken.mend}"] if broken else []),
+    )
+    raise typer.Exit(1 if broken else 0)
+
+
+@app.command()
+def dissect(
+    url: Annotated[str, typer.Option(help="an OpenAI-compatible server")] = "http://127.0.0.1:8000/v1",
+    prompt: str = "Explain in one sentence why KV cache memory grows with context length.",
+    image: Annotated[str | None, typer.Option(help="a picture to send along")] = None,
+    max_tokens: int = 256,
+    thinking: Annotated[bool, typer.Option("--thinking/--no-thinking")] = False,
+    as_json: Json = False,
+) -> None:
+    """One request's timeline: TTFT, ITL, TPOT and throughput, each with its formula."""
+    from openai import OpenAI
+
+    from .request import dissect as take_apart
+    from .serving import Server
+
+    server = Server.attach(url)
+    content: object = prompt
+    if image:
+        from .vision import check_image, data_url
+
+        content = [
+            {"type": "image_url", "image_url": {"url": data_url(check_image(image))}},
+            {"type": "text", "text": prompt},
+        ]
+    client = OpenAI(base_url=server.base_url, api_key=server.api_key)
+    extra = {"chat_template_kwargs": {"enable_thinking": thinking}}
+    found = take_apart(
+        client,
+        model=server.model,
+        messages=[{"role": "user", "content": content}],
+        max_tokens=max_tokens,
+        extra_body=extra,
+    )
+    rows = found.table()
+    show(
+        [dict(zip(("name", "value", "unit", "formula", "clock"), row, strict=False)) for row in rows],
+        as_json,
+        [f"{r[0]:24} {r[1]!s:>12} {r[2]:10} {r[3]}" for r in rows],
+    )
+    raise typer.Exit(0 if found.complete else 1)
+
+
+if __name__ == "__main__":
+    main()

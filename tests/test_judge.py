@@ -1,0 +1,125 @@
+"""The judge of a run: small notebooks that end in every way there is, under the real papermill."""
+
+import json
+import subprocess
+import sys
+import time
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook
+
+from qrecipe import book
+from qrecipe.book import find_notebooks, judge, run_chapter, sort_parameters
+from qrecipe.errors import BadInput
+
+OPEN = 'import qrecipe\nchapter = qrecipe.begin("01_x", engine=engine, port=port)'
+CLOSE = 'qrecipe.finish({"answer": (42, "tokens")})'
+
+
+def write(folder, *cells, name="01_x"):
+    nb = new_notebook(cells=[new_code_cell(c) for c in cells])
+    nb.cells[0].metadata["tags"] = ["parameters"]
+    nb.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}.ipynb"
+    nbformat.write(nb, path)
+    return path
+
+
+def execute(tmp_path, *cells, parameters=None, cell_limit=60, left=120):
+    notebook = write(tmp_path / "in", 'engine = "cpu"\nport = 8000', *cells)
+    out = tmp_path / "out"
+    out.mkdir()
+    return run_chapter(notebook, parameters or {}, out, cell_limit, left, None)
+
+
+def test_a_chapter_that_ends_well_passes_with_its_figures(tmp_path):
+    verdict = execute(tmp_path, OPEN, CLOSE)
+    assert (verdict.status, verdict.reason) == ("passed", "")
+    assert verdict.measured == {"answer": {"value": 42, "unit": "tokens"}}
+    record = json.loads((tmp_path / "out" / "01_x.json").read_text())
+    assert record["engine"] == "cpu" and record["versions"]["vllm"] == "0.27.0+cpu" and record["device"]
+
+
+@pytest.mark.parametrize(
+    "cells, reason, line",
+    [
+        ((OPEN, "a = 1\n1 / 0\nb = 2", CLOSE), "ZeroDivisionError: division by zero", "1 / 0"),
+        ((OPEN, "import os; os._exit(1)", CLOSE), "not run", ""),
+        ((OPEN, "import sys; sys.exit(0)", CLOSE), "SystemExit", "import sys; sys.exit(0)"),
+        ((OPEN, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", CLOSE), "not run", ""),
+        ((OPEN,), "closing line", ""),
+        (("print('qrecipe: 01_x complete')",), "01_x.json was not written", ""),
+    ],
+    ids=["error", "exit", "sys.exit", "killed", "no finish", "no record"],
+)
+def test_a_chapter_that_ends_badly_fails_and_says_where(tmp_path, cells, reason, line):
+    verdict = execute(tmp_path, *cells)
+    assert verdict.status == "failed" and reason in verdict.reason
+    assert verdict.line == line or not line
+
+
+def test_a_cell_over_its_limit_fails(tmp_path):
+    verdict = execute(tmp_path, OPEN, "import time; time.sleep(60)", CLOSE, cell_limit=2)
+    assert verdict.status == "failed" and "Timeout" in verdict.reason
+
+
+def test_a_run_over_its_limit_ends_and_keeps_what_was_done(tmp_path):
+    began = time.monotonic()
+    verdict = execute(tmp_path, OPEN, "print('kept')", "import time; time.sleep(600)", left=12)
+    assert verdict.status == "failed" and "whole run" in verdict.reason
+    assert time.monotonic() - began < 40
+    assert "kept" in (tmp_path / "out" / "01_x.ipynb").read_text()
+
+
+@pytest.mark.parametrize(
+    "parameters, words",
+    [
+        ({"prot": 8001}, "unknown parameter prot: this chapter has engine, port"),
+        ({"port": 80}, "expected a whole number from 1024 to 65535"),
+        ({"engine": "tpu"}, "expected one of auto, cpu, gpu"),
+    ],
+)
+def test_papermill_by_hand_meets_the_chapter_s_own_refusal(tmp_path, parameters, words):
+    notebook = write(tmp_path / "in", 'engine = "cpu"\nport = 8000', OPEN, CLOSE)
+    words_ = [w for k, v in parameters.items() for w in ("-p", k, str(v))]
+    done = subprocess.run(
+        [sys.executable, "-m", "papermill", notebook, tmp_path / "01_x.ipynb", *words_], capture_output=True, text=True
+    )
+    assert done.returncode != 0
+    verdict = judge(tmp_path / "01_x.ipynb", tmp_path / "01_x.json", done.returncode)
+    assert words in verdict.reason
+
+
+def test_parameters_are_refused_before_anything_starts(tmp_path):
+    one = write(tmp_path / "a", 'engine = "auto"\nport = 8000', OPEN, name="01_one")
+    two = write(tmp_path / "b", 'engine = "auto"\nseed = 1\nshare = 0.5', OPEN, name="02_two")
+    assert sort_parameters([one, two], {"seed": 3, "share": 1}) == {one: {}, two: {"seed": 3, "share": 1}}
+    for given, words in [
+        ({"sede": 3}, "unknown parameter sede: the chosen chapters have engine, port, seed, share"),
+        ({"seed": "three"}, "expected int"),
+        ({"port": 80}, "1024"),
+        ({"engine": "tpu"}, "expected one of"),
+        ({"base_url": "localhost"}, "expected an address|unknown parameter"),
+    ]:
+        with pytest.raises(BadInput, match=words):
+            sort_parameters([one, two], given)
+
+
+def test_notebooks_are_found_by_number_name_and_path():
+    assert [p.stem for p in find_notebooks(["03", "03_serve.ipynb", "notebooks/03_serve.ipynb"])] == ["03_serve"]
+    with pytest.raises(BadInput, match="no notebook '99': there are 01_"):
+        find_notebooks(["99"])
+
+
+@pytest.mark.parametrize("content", ["", "{}", "not json", '{"cells": 3}'])
+def test_a_damaged_copy_is_a_failed_chapter(tmp_path, content):
+    (tmp_path / "01_x.ipynb").write_text(content)
+    assert judge(tmp_path / "01_x.ipynb", tmp_path / "01_x.json", 0).status == "failed"
+
+
+def test_an_output_folder_with_something_in_it_is_refused(tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(BadInput, match="not an empty folder"):
+        book.new_run_folder(tmp_path)
