@@ -8,6 +8,7 @@ Not covered: audio, `best_of`, more than one prompt in a request.
 
 from __future__ import annotations
 
+import gc
 import time
 import uuid
 from collections.abc import Iterator
@@ -78,7 +79,7 @@ def _stream(client: Any, create: Any, body: dict, options: dict | None):
     headers = dict(body.get("extra_headers") or {}, **{"X-Request-Id": rid})
     body = dict(body, stream=True, extra_headers=headers) | ({"stream_options": options} if options else {})
     clock, start, broke = time.perf_counter, None, None
-    with _traced(client, rid, marks):
+    with _no_collection(), _traced(client, rid, marks):
         start = clock()
         stream = create(**body)
         kind = stream.response.headers.get("content-type", "nothing said of its type")
@@ -100,6 +101,18 @@ def _stream(client: Any, create: Any, body: dict, options: dict | None):
     if not events:
         raise RequestFailed(f"{client.base_url} closed the stream without sending a chunk: look at the server's log.")
     return events, {name: t - start for name, t in marks.items()}, broke, rid
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Hold Python's garbage collector back: with torch loaded one sweep takes long enough to pass for a slow token."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @contextmanager

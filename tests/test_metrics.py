@@ -1,0 +1,101 @@
+"""metrics.py: vLLM's /metrics page, read and subtracted."""
+
+from pathlib import Path
+
+import pytest
+from openai import OpenAI
+from replay import Reply, replay
+from test_request import ASK, CHAT
+
+from qrecipe.dissection import Chunk, Dissection
+from qrecipe.errors import RequestFailed
+from qrecipe.metrics import Snapshot, compare, difference, parse_metrics, read_metrics
+from qrecipe.request import dissect
+
+PAGE = """\
+# HELP python_gc_objects_collected_total Objects collected
+# TYPE python_gc_objects_collected_total counter
+python_gc_objects_collected_total{generation="0"} 500.0
+# TYPE vllm:request_success counter
+vllm:request_success_total{engine="0",finished_reason="stop",model_name="m"} 3.0
+vllm:request_success_total{engine="0",finished_reason="length",model_name="m"} 2.0
+# TYPE vllm:time_to_first_token_seconds histogram
+vllm:time_to_first_token_seconds_bucket{engine="0",le="0.001",model_name="m"} 0.0
+vllm:time_to_first_token_seconds_bucket{engine="0",le="+Inf",model_name="m"} 5.0
+vllm:time_to_first_token_seconds_count{engine="0",model_name="m"} 5.0
+vllm:time_to_first_token_seconds_sum{engine="0",model_name="m"} 0.5
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+"""
+
+
+def after(requests=1, **more) -> Snapshot:
+    values = {
+        "request_success_total": requests, "prompt_tokens_total": 26, "generation_tokens_total": 4,
+        "time_to_first_token_seconds_sum": 0.1 * requests, "time_to_first_token_seconds_count": requests,
+        "inter_token_latency_seconds_sum": 0.06, "inter_token_latency_seconds_count": 3,
+        "e2e_request_latency_seconds_sum": 0.16, "e2e_request_latency_seconds_count": requests,
+    }  # fmt: skip
+    return Snapshot(values | more)
+
+
+def ours(ttft=0.101, step=0.0201, tokens=(1, 1, 1, 1)):
+    chunks = [Chunk(0.09, "role", "", 0)]
+    chunks += [Chunk(ttft + n * step, "content", "x", m) for n, m in enumerate(tokens)]
+    return Dissection("m", "/v1/chat/completions", chunks, ["x"], [None], [], ["stop"], None, 26, sum(tokens))
+
+
+def test_page_is_summed_over_labels_without_buckets():
+    page = parse_metrics(PAGE)
+    assert page.finished == 5 and page["time_to_first_token_seconds_sum"] == 0.5 and page["kv_cache_usage_perc"] == 0.25
+    assert not any("bucket" in name or "python" in name for name in page.values)
+
+
+def test_difference_gives_means_and_none_without_samples():
+    d = difference(Snapshot({}), after())
+    assert (d.requests, d.steps, d.prompt_tokens, d.generation_tokens) == (1, 3, 26, 4)
+    assert d.ttft == pytest.approx(0.1) and d.itl == pytest.approx(0.02) and d.queue is None and d.hit_rate is None
+
+
+def test_hit_rate_is_of_the_tokens_asked_for():
+    assert difference(Snapshot({}), after(prefix_cache_queries_total=1200, prefix_cache_hits_total=900)).hit_rate == 0.75
+
+
+def test_clocks_agree_within_three_milliseconds_or_five_percent():
+    rows = {r.name: r for r in compare(ours(), difference(Snapshot({}), after()))}
+    assert all(r.agrees for r in rows.values()) and rows["TTFT"].difference == pytest.approx(1.0)
+    rows = {r.name: r for r in compare(ours(ttft=0.11), difference(Snapshot({}), after()))}
+    assert not rows["TTFT"].agrees and rows["ITL, mean"].agrees
+
+
+def test_several_tokens_a_step_are_compared_by_step():
+    rows = {r.name: r for r in compare(ours(tokens=(1, 3, 2, 2)), difference(Snapshot({}), after(generation_tokens_total=8)))}
+    assert rows["ITL, mean"].agrees and rows["completion tokens"].agrees
+
+
+def test_one_token_off_does_not_agree():
+    rows = {r.name: r for r in compare(ours(), difference(Snapshot({}), after(generation_tokens_total=5)))}
+    assert not rows["completion tokens"].agrees
+
+
+def test_other_peoples_requests_spoil_the_comparison():
+    with pytest.raises(RequestFailed, match="finished 2 requests"):
+        compare(ours(), difference(Snapshot({}), after(2)))
+
+
+def test_a_restart_in_between_is_seen():
+    with pytest.raises(RequestFailed, match="restarted"):
+        difference(after(5), after(1))
+
+
+def test_servers_without_vllm_metrics_are_named():
+    with replay() as (url, _), pytest.raises(RequestFailed, match="has no vLLM metrics"):
+        read_metrics(url)
+    with pytest.raises(RequestFailed, match="nothing answers"):
+        read_metrics("http://127.0.0.1:9/v1")
+
+
+def test_dissect_asks_no_metrics():
+    with replay(Reply(CHAT)) as (url, seen):
+        dissect(OpenAI(base_url=url, api_key="none"), **ASK)
+    assert len(seen) == 1 and Path(seen[0]["path"]).name == "completions"
