@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from .dissection import Chunk, Dissection, Row
@@ -78,7 +79,8 @@ def _stream(client: Any, create: Any, body: dict, options: dict | None):
     rid, marks, events = f"qrecipe-{uuid.uuid4().hex[:16]}", {}, []
     headers = dict(body.get("extra_headers") or {}, **{"X-Request-Id": rid})
     body = dict(body, stream=True, extra_headers=headers) | ({"stream_options": options} if options else {})
-    clock, start, broke = time.perf_counter, None, None
+    _build_models_once()
+    clock, broke = time.perf_counter, None
     with _no_collection(), _traced(client, rid, marks):
         start = clock()
         stream = create(**body)
@@ -101,6 +103,18 @@ def _stream(client: Any, create: Any, body: dict, options: dict | None):
     if not events:
         raise RequestFailed(f"{client.base_url} closed the stream without sending a chunk: look at the server's log.")
     return events, {name: t - start for name, t in marks.items()}, broke, rid
+
+
+@cache
+def _build_models_once() -> None:
+    """Let the client build its response classes now: it does so at the first chunk it sees, and that takes milliseconds."""
+    from openai.types import Completion
+    from openai.types.chat import ChatCompletionChunk
+
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+    delta = {"role": "assistant", "content": "", "tool_calls": [{"index": 0, "function": {"arguments": ""}}]}
+    ChatCompletionChunk.construct(id="", choices=[{"index": 0, "delta": delta, "finish_reason": None}], usage=usage)
+    Completion.construct(id="", choices=[{"index": 0, "text": "", "finish_reason": None}], usage=usage)
 
 
 @contextmanager
