@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from qrecipe.cards import Card, cards
@@ -36,13 +36,25 @@ def longest_of(found: Budget) -> int:
     return found.pool.longest(each, found.shape.max_position or found.max_model_len)
 
 
-def smallest_card(model: Any, *, requests: float = 1.0, **settings: Any) -> Card | None:
-    """The smallest bundled card on which this start fits and holds `requests` full-length requests at once; None if none."""
+def smallest_start(model: Any, *, requests: float = 1.0, **settings: Any) -> Budget | None:
+    """The budget on the smallest bundled card that holds `requests` full-length requests at once; None if no card does.
+
+    Where a hybrid model's default max_num_seqs is more than the card's blocks, max_num_seqs is set to what fits.
+    """
     for card in cards():
-        found = budget(model, **settings | {"gpu": card, "gpu_memory_gib": None, "available_kv_gib": None})
+        here = settings | {"gpu": card, "gpu_memory_gib": None, "available_kv_gib": None}
+        found = budget(model, **here)
+        if not found.fits and found.flags.max_num_seqs is None and (found.blocks or 0) > 0:
+            found = budget(model, **here | {"max_num_seqs": min(found.blocks, found.max_num_seqs)})
         if found.fits and found.max_concurrency >= requests:
-            return card
+            return found
     return None
+
+
+def smallest_card(model: Any, *, requests: float = 1.0, **settings: Any) -> Card | None:
+    """The card of `smallest_start`."""
+    found = smallest_start(model, requests=requests, **settings)
+    return found.card if found else None
 
 
 def levers(model: Any, **settings: Any) -> list[Lever]:
@@ -79,6 +91,3 @@ def levers(model: Any, **settings: Any) -> list[Lever]:
         gain = (other.kv_cache_tokens or 0) - (base.kv_cache_tokens or 0)
         found.append(Lever(name, flag, other.available_kv_gib - base.available_kv_gib, gain, (other.max_concurrency or 0) - (base.max_concurrency or 0), note))
     return sorted(found, key=lambda x: -x.tokens)
-
-
-__all__ = ["Lever", "largest_max_model_len", "levers", "longest_of", "replace", "smallest_card"]

@@ -7,6 +7,7 @@ shown by the root-cause line of its trace. None: the text holds no failure.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -56,15 +57,19 @@ def diagnose(lines: str | Iterable[str], log: Any = None, shape: ModelShape | No
         for row in text:
             for rule in RULES:
                 found = rule.pattern.search(row)
-                if found:
-                    return _known(rule, found, row, rows, log, shape)
+                failure = _known(rule, found, row, rows, log, shape) if found else None
+                if failure:
+                    return failure
     return _unknown(loud)
 
 
-def _known(rule: Any, found: re.Match, row: str, rows: list[str], log: Any, shape: ModelShape | None) -> Failure:
+def _known(rule: Any, found: re.Match, row: str, rows: list[str], log: Any, shape: ModelShape | None) -> Failure | None:
+    """The failure of a rule whose words were found; None where the rule's mend says that this is another case."""
     values = {k: v.replace(",", "") if re.fullmatch(r"-?[\d,.]+", v) else v.strip() for k, v in found.groupdict().items() if v}
     case = Case(values, rows, log, shape)
     mend = MENDS[rule.mend[1:]](case) if rule.mend.startswith("@") else rule.mend.format_map(values)
+    if mend is None:
+        return None
     stage = case.oom_stage() if rule.stage.startswith("@") else rule.stage
     text = PREFIX.sub("", row).strip()
     if len(text) > 600:
@@ -76,7 +81,7 @@ def _unknown(loud: list[str]) -> Failure | None:
     """The first exception that is no mere symptom; else the first symptom, said to be one."""
     symptom = None
     for row in loud:
-        text = PREFIX.sub("", row).strip()
+        text = _message(row)
         found = ERROR.match(text)
         if not found:
             continue
@@ -87,6 +92,18 @@ def _unknown(loud: list[str]) -> Failure | None:
     if symptom:
         return Failure(symptom[:600], _stage(loud), "only the last line of a failure further up, and its cause is not in this text", "read the first ERROR line higher up in the whole log", False)
     return None
+
+
+def _message(row: str) -> str:
+    """The message of a line: the prefix taken off, or the message field of a JSON or logfmt line."""
+    if row.lstrip().startswith("{"):
+        try:
+            record = json.loads(row)
+            row = str(next((record[k] for k in ("message", "msg", "log", "error", "text") if record.get(k)), row))
+        except (ValueError, AttributeError):
+            pass
+    quoted = re.search(r'\b(?:msg|message)="((?:[^"\\]|\\.)*)"', row)
+    return PREFIX.sub("", quoted[1] if quoted else row).strip()
 
 
 def _stage(rows: list[str]) -> str:
@@ -230,6 +247,13 @@ class Case:
             return "stop what else runs on the card (nvidia-smi); if the weights themselves are too large: a quantized checkpoint, --tensor-parallel-size 2, or a larger card"
         return f"stop what else runs on the card (nvidia-smi); then {lower}, fewer --max-num-seqs, or a smaller --max-num-batched-tokens"
 
+    def own_cache(self) -> str | None:
+        """Only where a compiled model was at work and the start was text-only, as far as the log tells."""
+        text_only = self.log is None or self.flag("limit_mm_per_prompt") or self.flag("language_model_only")
+        if not text_only or (len(self.rows) > 50 and not any("aot_compile" in r or "_dynamo" in r for r in self.rows)):
+            return None
+        return "VLLM_CACHE_ROOT=$HOME/.cache/vllm-text-only (a cache folder of its own), or VLLM_DISABLE_COMPILE_CACHE=1"
+
     def divisors(self) -> str:
         heads = int(self.number("heads"))
         fit = [n for n in range(1, 17) if heads % n == 0]
@@ -247,7 +271,7 @@ class Case:
         return f"shorten the prompt by {1 - room} tokens or more, or start with a larger --max-model-len"
 
 
-MENDS = {name: getattr(Case, name) for name in ("too_long", "no_memory", "not_free", "half_seqs", "out_of_memory", "divisors", "more_items", "fewer_tokens")}
+MENDS = {name: getattr(Case, name) for name in ("too_long", "no_memory", "not_free", "half_seqs", "out_of_memory", "own_cache", "divisors", "more_items", "fewer_tokens")}
 
 
 def _read(rows: list[str]) -> Any:

@@ -11,7 +11,6 @@ import re
 from dataclasses import dataclass
 
 
-
 @dataclass(frozen=True)
 class Rule:
     """One known failure."""
@@ -55,7 +54,7 @@ RULES: tuple[Rule, ...] = (
     _rule(r"does not recognize this architecture", "config", "transformers (or vLLM) is older than the model", "vLLM 0.17.0 or later for Qwen3.5, with the transformers that it brings", "report"),
     _rule(r"Found 1 <\|image_pad\|> tokens in the text but no images were passed", "warm-up", "this transformers release breaks the dummy picture of the start-up (seen with 5.24)", "install transformers 5.17.0 as in the lock file", "report"),
     _rule(r"fp8e4nv not supported|fp8e4b?8?nv data type is not supported", "first kernel", "the card has no fp8 arithmetic (compute capability below 8.9)", "--kv-cache-dtype auto, and no fp8 weights on this card", "report"),
-    _rule(r"'NoneType' object has no attribute 'size'", "profile", "the compiled model of an earlier start with pictures was loaded for a text-only start: both have one cache key", "VLLM_CACHE_ROOT=~/.cache/vllm-text-only vllm serve … (a cache folder of its own), or VLLM_DISABLE_COMPILE_CACHE=1", "log"),
+    _rule(r"'NoneType' object has no attribute 'size'", "profile", "the compiled model of an earlier start with pictures was loaded for a text-only start: both have one cache key", "@own_cache", "log"),
     # configuration
     _rule(r"Total number of attention heads \(<heads>\) must be divisible by tensor parallel size \(<tp>\)", "config", "tensor parallelism must divide the attention heads", "@divisors"),
     _rule(r"World size \(<world>\) is larger than the number of available GPUs \(<gpus>\)", "config", "more ranks are asked for than GPUs are there", "--tensor-parallel-size {gpus}"),

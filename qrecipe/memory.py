@@ -8,7 +8,7 @@ Answers built on it (longest context, smallest card, levers) are in qrecipe.answ
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -305,23 +305,24 @@ def _fill_pool(values: dict, how: dict, shape: ModelShape, f: Flags, pool: Pool,
 
 
 def _judge(advice: list, values: dict, shape: ModelShape, f: Flags, pool: Pool, each: Any, length: int) -> bool:
-    """Whether the start succeeds, with the mend put into `advice` where it does not."""
-    seqs, blocks, kv = values["max_num_seqs"], values["blocks"], values["available_kv_gib"]
+    """Whether the start succeeds; where it does not, `advice` gets the flags that mend it, ready to paste."""
+    seqs, blocks, kv, low = values["max_num_seqs"], values["blocks"], values["available_kv_gib"], values["blocks_range"][0]
+    tight = shape.hybrid and seqs is not None and not f.enforce_eager  # each running sequence needs a block of its own
+    fewer = f" --max-num-seqs {blocks}" if tight and seqs > blocks > 0 else ""
+    need = pool.need(length) * pool.pool_block_bytes / GIB
     if kv <= 0:
-        advice.append("no memory is left for the KV cache: raise --gpu-memory-utilization, quantize, or take a larger card or more of them")
+        advice.append(f"no memory is left for the KV cache ({kv:.2f} GiB): raise --gpu-memory-utilization, quantize the weights, or take a larger card or more of them")
         return False
     if not pool.fits(length, each):
         best = pool.longest(each, length)
-        need = pool.need(length) * pool.pool_block_bytes / GIB
-        advice.append(f"one request of {length} tokens needs {need:.2f} GiB, {kv:.2f} GiB are there: --max-model-len {best} fits" if best else f"not even one token fits into {kv:.2f} GiB")
+        advice.append(f"one request of {length} tokens needs {need:.2f} GiB of KV cache, {kv:.2f} GiB are there: " + (f"--max-model-len {best}{fewer} fits" if best else "not even one token fits"))
         return False
-    if shape.hybrid and seqs and seqs > blocks and not f.enforce_eager:
+    if fewer:
         whose = "given" if f.max_num_seqs else "default"
-        advice.append(f"the {whose} max_num_seqs {seqs} is more than the {blocks} cache blocks, each running sequence needs one: --max-num-seqs {blocks} fits")
+        advice.append(f"the {whose} max_num_seqs {seqs} is more than the {blocks} cache blocks, and each running sequence needs one:{fewer} fits")
         return False
-    low = values.get("blocks_range", (blocks, blocks))[0]
-    if "available_kv_gib" in values and low < pool.need(length):
-        advice.append("this is close: within the error band the start may also fail")
+    if low < pool.need(length) or (tight and low < seqs):
+        advice.append("this is close: within the error band the start may also fail; calibrate on a log of this card, or leave room")
     if f.data_parallel_size > 1:
         advice.append(f"{f.data_parallel_size} replicas: all figures are those of one, together they hold {f.data_parallel_size * values['max_concurrency']:.2f} full-length requests")
     return True
@@ -359,11 +360,8 @@ def learn(log: Any, model: Any = None) -> Calibration:
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("largest_max_model_len", "smallest_card", "levers"):
+    if name in ("largest_max_model_len", "longest_of", "smallest_card", "smallest_start", "levers"):
         from qrecipe import answers
 
         return getattr(answers, name)
     raise AttributeError(name)
-
-
-__all__ = ["Budget", "Calibration", "Flags", "JSON_KEYS", "asdict", "budget", "learn"]
