@@ -1,0 +1,308 @@
+"""One house style for what a chapter shows: tables and figures that read in light and dark, in colour and in grey.
+
+Every figure is a `Picture`: a matplotlib Figure on an opaque light card, shown once as the value of its cell, with its
+message as title and the same in words as alternative text. pandas is not needed; matplotlib loads on the first figure.
+"""
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+INK, CARD, GRID = "#1b1b1b", "#fbfaf6", "#d9d6cc"
+# Okabe and Ito's colours, which the common kinds of colour blindness tell apart, each with a hatch for grey print
+COLORS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999"]
+HATCHES = ["", "///", "...", "xxx", "\\\\\\", "++", "oo", "--"]
+DASHES = ["-", "--", "-.", ":"]
+MARKERS = ["o", "s", "^", "D", "v", "P"]
+PARTS = {  # the same part has the same look in every chapter
+    "weights": 0, "non-torch": 4, "activation": 1, "CUDA graphs": 3, "KV": 2, "left free": None,
+}  # fmt: skip
+
+
+class Table:
+    """Rows with column names; HTML in a notebook, aligned text elsewhere. Everything is escaped."""
+
+    def __init__(self, rows: Sequence[Any] | Mapping, columns: Sequence[str] | None = None, caption: str | None = None):
+        self.rows, self.columns = _cells(rows, columns)
+        self.caption = caption
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def _repr_html_(self) -> str:
+        if not self.rows:
+            return f"<p><em>{_escape(self.caption or 'nothing to show')}</em></p>"
+        head = "".join(f'<th style="text-align:{self._side(i)}">{_escape(c)}</th>' for i, c in enumerate(self.columns))
+        body = "".join(
+            "<tr>" + "".join(f'<td style="{self._look(i)}">{_escape(number(v))}</td>' for i, v in enumerate(row)) + "</tr>"
+            for row in self.rows
+        )
+        head = f"<thead><tr>{head}</tr></thead>" if any(self.columns) else ""
+        caption = f'<caption style="text-align:left">{_escape(self.caption)}</caption>' if self.caption else ""
+        return f"<table>{caption}{head}<tbody>{body}</tbody></table>"
+
+    def _side(self, column: int) -> str:
+        values = [r[column] for r in self.rows if r[column] is not None]
+        return "right" if values and all(isinstance(v, int | float) and not isinstance(v, bool) for v in values) else "left"
+
+    def _look(self, column: int) -> str:
+        side = self._side(column)
+        extra = "font-variant-numeric:tabular-nums" if side == "right" else "max-width:48em;white-space:pre-wrap"
+        return f"text-align:{side};{extra}"
+
+    def __repr__(self) -> str:
+        if not self.rows:
+            return self.caption or "nothing to show"
+        text = [[number(v).replace("\n", " ") for v in row] for row in self.rows]
+        grid = [list(self.columns), *text] if any(self.columns) else text
+        widths = [max(len(row[i]) for row in grid) for i in range(len(self.columns))]
+        sides = [self._side(i) for i in range(len(self.columns))]
+        lines = [
+            "  ".join(c.rjust(w) if s == "right" else c.ljust(w) for c, w, s in zip(row, widths, sides, strict=True)).rstrip()
+            for row in grid
+        ]
+        return "\n".join([self.caption, *lines] if self.caption else lines)
+
+
+def table(rows: Sequence[Any] | Mapping, columns: Sequence[str] | None = None, caption: str | None = None) -> Table:
+    """A table of rows (tuples, named tuples, dicts or dataclasses), or of a mapping's names and values."""
+    return Table(rows, columns, caption)
+
+
+def _cells(rows: Any, columns: Sequence[str] | None) -> tuple[list[list[Any]], list[str]]:
+    rows = list(rows.items()) if isinstance(rows, Mapping) else list(rows)
+    first = rows[0] if rows else ()
+    if is_dataclass(first):
+        rows = [asdict(r) for r in rows]
+        first = rows[0]
+    if isinstance(first, Mapping):
+        names = list(columns or dict.fromkeys(k for r in rows for k in r))
+        cells = [[r.get(c) for c in names] for r in rows]
+    else:
+        names = list(columns or getattr(first, "_fields", [""] * len(first)))
+        cells = [list(r) for r in rows]
+    width = max([len(names), *map(len, cells)])
+    return [c + [None] * (width - len(c)) for c in cells], [str(n) for n in names] + [""] * (width - len(names))
+
+
+def number(value: Any) -> str:
+    """A cell's text: None is a dash, numbers have as many digits as a reader needs."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "–"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, int):
+        return f"{value:,}" if abs(value) >= 10_000 else str(value)
+    if value == 0 or math.isinf(value):
+        return "0" if value == 0 else str(value)
+    return f"{value:,.2f}" if abs(value) >= 1 else f"{value:.3g}"
+
+
+def _escape(text: Any) -> str:
+    return html.escape(str(text)).replace("$", "<span>$</span>")  # a lone $ would start a formula
+
+
+_PICTURE: type | None = None
+
+
+def _figure(height: float, alt: str, width: float = 8.2) -> "Figure":
+    """An empty Picture of this size in inches."""
+    global _PICTURE
+    from matplotlib.figure import Figure
+
+    if _PICTURE is None:
+
+        class Picture(Figure):
+            """A matplotlib Figure that shows itself; `alt` says in words what it shows."""
+
+            alt = ""
+
+            def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict, dict]:
+                from base64 import b64encode
+                from io import BytesIO
+
+                out = BytesIO()
+                self.savefig(out, format="png", dpi=144, facecolor=CARD, metadata={"Software": None})
+                size = {"width": int(self.get_figwidth() * 96), "alt": self.alt}
+                data = {"image/png": b64encode(out.getvalue()).decode(), "text/plain": f"Figure: {self.alt}"}
+                return data, {"image/png": size}
+
+        _PICTURE = Picture
+    figure = _PICTURE(figsize=(width, height), facecolor=CARD, layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.14, h_pad=0.12)
+    figure.alt = alt
+    return figure
+
+
+def _axes(figure: "Figure", title: str, xlabel: str = "", ylabel: str = "") -> Any:
+    ax = figure.subplots()
+    ax.set_facecolor(CARD)
+    for side, spine in ax.spines.items():
+        spine.set_visible(side in ("bottom", "left"))
+        spine.set_color(INK)
+    ax.tick_params(colors=INK, labelsize=9)
+    ax.set_title(title, loc="left", fontsize=11.5, fontweight="bold", color=INK, wrap=True)
+    ax.set_xlabel(xlabel, color=INK, fontsize=9.5)
+    ax.set_ylabel(ylabel, color=INK, fontsize=9.5)
+    return ax
+
+
+def _legend(figure: "Figure", handles: Sequence[Any], columns: int) -> None:
+    figure.legend(
+        handles=handles, loc="outside lower left", ncols=columns, frameon=False, fontsize=9, labelcolor=INK,
+        handlelength=2.2, handleheight=1.1, columnspacing=1.8,
+    )  # fmt: skip
+
+
+def _patch(index: int | None, label: str) -> Any:
+    from matplotlib.patches import Patch
+
+    return Patch(**_fill(index), label=label)
+
+
+def _fill(index: int | None) -> dict[str, Any]:
+    if index is None:
+        return {"facecolor": "#ffffff", "edgecolor": "#8a877c", "linewidth": 0.8}
+    i = index % len(COLORS)
+    return {"facecolor": COLORS[i], "hatch": HATCHES[i], "edgecolor": CARD, "linewidth": 0.6}
+
+
+def _look_of(label: str, position: int) -> int | None:
+    for word, index in PARTS.items():
+        if word.lower() in label.lower():
+            return index
+    return position
+
+
+def memory_bar(
+    parts: Sequence[Sequence[Any]] | Mapping[str, Sequence[Sequence[Any]]],
+    total_gib: float | None = None,
+    title: str = "",
+    *,
+    limit_gib: float | None = None,
+    limit_label: str = "gpu-memory-utilization",
+) -> "Figure":
+    """A card's memory as one bar: parts (label, GiB, …) side by side; several bars from a mapping name -> parts.
+
+    `total_gib` ends the card, `limit_gib` marks the share that vLLM may use. Parts below zero are left out.
+    """
+    bars = dict(parts) if isinstance(parts, Mapping) else {"": parts}
+    end = max([total_gib or 0, *(sum(max(0, p[1] or 0) for p in b) for b in bars.values())]) or 1.0
+    labels = list(dict.fromkeys(p[0] for bar in bars.values() for p in bar))
+    look = {label: _look_of(label, i) for i, label in enumerate(labels)}
+    said = "; ".join(", ".join(f"{p[0]} {p[1]:.2f} GiB" for p in bar if p[1] is not None) for bar in bars.values())
+    figure = _figure(1.75 + 0.62 * len(bars), f"{title}. {said}")
+    ax = _axes(figure, title, "GiB")
+    for row, bar in enumerate(bars.values()):
+        left = 0.0
+        for label, gib, *_ in bar:
+            size = max(0.0, gib or 0.0)
+            if size:
+                ax.barh(row, size, left=left, height=0.66, **_fill(look[label]))
+            if size > 0.085 * end:
+                box = {"boxstyle": "round,pad=0.22", "facecolor": CARD, "edgecolor": "none"}
+                ax.text(left + size / 2, row, f"{size:.2f}", ha="center", va="center", fontsize=9, color=INK, bbox=box)
+            left += size
+    if total_gib:
+        ax.axvline(total_gib, color=INK, linewidth=1.6)
+    if limit_gib:
+        ax.axvline(limit_gib, color=INK, linewidth=1.2, linestyle=(0, (4, 2)))
+        share = f" {limit_gib / total_gib:.2f}" if total_gib else ""
+        ax.text(limit_gib, -0.46, f"{limit_label}{share} ", ha="right", va="bottom", fontsize=8.5, color=INK)
+    ax.set_xlim(0, end * 1.015)
+    ax.set_ylim(len(bars) - 0.55, -0.75)
+    ax.set_yticks(range(len(bars)), list(bars) if any(bars) else [""], color=INK)
+    ax.spines["left"].set_visible(False)
+    ax.tick_params(axis="y", length=0)
+    one = len(bars) == 1
+    sizes = {p[0]: p[1] for bar in bars.values() for p in bar}
+    named = [f"{x}  {sizes[x]:.2f} GiB" if one and sizes[x] is not None else x for x in labels]
+    _legend(figure, [_patch(look[x], n) for x, n in zip(labels, named, strict=True)], 3)
+    return figure
+
+
+def stages_bar(stages: Sequence | Mapping[str, Sequence], title: str = "Where the seconds of a start go") -> "Figure":
+    """A start's stages (name, seconds since the start | None) as one bar; several starts from a mapping name -> stages."""
+    starts = dict(stages) if isinstance(stages, Mapping) else {"": stages}
+    names = list(dict.fromkeys(name for start in starts.values() for name, _ in start if name != "ready"))
+    figure = _figure(1.7 + 0.6 * len(starts), title)
+    ax = _axes(figure, title, "seconds since the first line")
+    spent: dict[str, list[str]] = {n: [] for n in names}
+    said = []
+    for row, start in enumerate(starts.values()):
+        timed = [(n, t) for n, t in start if t is not None]
+        for (name, begin), (_, end) in zip(timed, timed[1:], strict=False):
+            ax.barh(row, end - begin, left=begin, height=0.62, **_fill(names.index(name)))
+            spent[name].append(f"{end - begin:.0f}")
+            said.append(f"{name} {end - begin:.0f} s")
+        if timed:
+            ax.text(timed[-1][1], row, f" {timed[-1][0]} {timed[-1][1]:.0f} s", va="center", fontsize=9, color=INK)
+        else:
+            ax.text(0, row, "this log carries no times: " + ", ".join(n for n, _ in start), va="center", fontsize=9)
+    figure.alt = f"{title}: {', '.join(said)}"
+    ax.set_ylim(len(starts) - 0.5, -0.5)
+    ax.set_xlim(0, ax.get_xlim()[1] * 1.12)
+    ax.set_yticks(range(len(starts)), list(starts) if any(starts) else [""], color=INK)
+    ax.spines["left"].set_visible(False)
+    ax.tick_params(axis="y", length=0)
+    labels = [f"{n}  {' / '.join(spent[n])} s" if spent[n] else n for n in names]
+    _legend(figure, [_patch(i, x) for i, x in enumerate(labels)], 4)
+    return figure
+
+
+def line_plot(
+    x: Sequence[float],
+    lines: Mapping[str, Sequence[float | None]],
+    *,
+    title: str,
+    xlabel: str,
+    ylabel: str,
+    log: bool | str = False,
+    limits: Mapping[str, float] | None = None,
+    markers: bool = True,
+) -> "Figure":
+    """Lines over x, told apart by colour, dash and marker. `log`: True for both axes, or "x" or "y".
+
+    `limits` draws horizontal lines (name -> y); a line whose name holds "limit" is drawn as one too. None leaves a gap.
+    """
+    figure = _figure(3.7, f"{title}: {', '.join(lines)} over {xlabel}")
+    ax = _axes(figure, title, xlabel, ylabel)
+    ax.grid(True, color=GRID, linewidth=0.7)
+    ax.set_axisbelow(True)
+    if log:
+        from matplotlib.ticker import FuncFormatter
+
+        plain = FuncFormatter(lambda v, _: f"{v:,.0f}" if v >= 1 else f"{v:g}")
+        for axis, name in ((ax.xaxis, "x"), (ax.yaxis, "y")):
+            if log is True or log == name:
+                getattr(ax, f"set_{name}scale")("log", base=2 if name == "x" else 10)
+                axis.set_major_formatter(plain)
+                if name == "y":
+                    axis.set_minor_formatter(FuncFormatter(lambda v, _: ""))
+    for i, (name, values) in enumerate(lines.items()):
+        limit = "limit" in name.lower()
+        clean = [math.nan if v is None else float(v) for v in values]
+        ax.plot(
+            x, clean, label=name, color="#6b675c" if limit else COLORS[i % len(COLORS)], linewidth=1.3 if limit else 2,
+            linestyle=(0, (4, 2)) if limit else DASHES[i % 4], marker=MARKERS[i % 6] if markers and not limit else None,
+            markersize=5,
+        )  # fmt: skip
+    for name, y in (limits or {}).items():
+        ax.axhline(y, color="#6b675c", linewidth=1.2, linestyle=(0, (4, 2)))
+        ax.annotate(name, (0, y), xycoords=("axes fraction", "data"), xytext=(4, 3), textcoords="offset points", fontsize=8.5, color=INK)
+    if len(lines) > 1:
+        _legend(figure, ax.get_legend_handles_labels()[0], 3)
+    return figure
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("timeline", "patch_grid"):
+        from . import show_request
+
+        return getattr(show_request, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,95 @@
+"""The two figures of one request: when its tokens came, and the patches that a picture is cut into."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from .show import CARD, COLORS, INK, _axes, _figure, _legend, _patch
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from .dissection import Dissection
+    from .vision import ImageTokens
+
+KINDS = {"reasoning": (1, 0.17, "reasoning token"), "content": (0, 0.33, "answer token"), "tool": (3, 0.25, "tool call")}
+
+
+def timeline(dissection: "Dissection | Sequence[Dissection]", names: Sequence[str] | None = None) -> "Figure":
+    """One request a row: a bar up to the first token (TTFT: waiting and prefill), then a tick for every chunk of tokens.
+
+    Ticks of reasoning are short, those of the answer long, so that they differ without colour. Time in ms.
+    """
+    from matplotlib.lines import Line2D
+
+    rows = list(dissection) if isinstance(dissection, Sequence) else [dissection]
+    names = list(names or [""] * len(rows))
+    title = _title(rows)
+    figure = _figure(1.7 + 0.75 * len(rows), title)
+    ax = _axes(figure, title, "ms since the call")
+    seen, end = [], 1e-3
+    for row, d in enumerate(rows):
+        first, last = d.ttft, d.e2e
+        end = max([end, last or 0.0, *(c.t for c in d.chunks)])
+        if first is not None:
+            ax.barh(row, first * 1000, height=0.46, facecolor=COLORS[7], hatch="///", edgecolor=CARD, linewidth=0.5)
+        for kind, (color, half, _) in KINDS.items():
+            times = [c.t * 1000 for c in d.chunks if c.kind == kind and c.tokens]
+            if times:
+                seen.append(kind)
+                ax.vlines(times, row - half, row + half, color=COLORS[color], linewidth=_thin(len(times)))
+        if first is not None and last is not None:
+            text = f"TTFT {first * 1000:,.0f} ms · {d.completion_tokens} tokens · E2E {last * 1000:,.0f} ms"
+            ax.text(0, row - 0.37, text, fontsize=8.8, color=INK, va="bottom")
+        elif not d.complete:
+            ax.text(0, row - 0.37, "the stream broke off", fontsize=8.8, color=INK, va="bottom")
+    ax.set_ylim(len(rows) - 0.5, -0.72)
+    ax.set_xlim(0, end * 1000 * 1.02)
+    ax.set_yticks(range(len(rows)), names, color=INK)
+    ax.spines["left"].set_visible(False)
+    ax.tick_params(axis="y", length=0)
+    ticks = [
+        Line2D([], [], color=COLORS[KINDS[k][0]], linestyle="", marker="|", markersize=26 * KINDS[k][1] + 4, markeredgewidth=2.4, label=KINDS[k][2])
+        for k in KINDS
+        if k in seen
+    ]  # fmt: skip
+    _legend(figure, [_patch(7, "up to the first token: wait and prefill"), *ticks], 3)
+    figure.alt = title + ". " + "; ".join(
+        f"{name or 'request'}: TTFT {1000 * (d.ttft or 0):.0f} ms, E2E {1000 * (d.e2e or 0):.0f} ms, {d.completion_tokens} tokens"
+        for name, d in zip(names, rows, strict=False)
+    )
+    return figure
+
+
+def _title(rows: Sequence[Any]) -> str:
+    d = rows[0]
+    if len(rows) > 1:
+        return "The same clock for each: wait for the first token, then a tick a chunk"
+    if d.ttft is None or not d.e2e:
+        return "No token came"
+    return f"The first token took {d.ttft / d.e2e:.0%} of the request"
+
+
+def _thin(count: int) -> float:
+    """A tick's width in points, so that many ticks do not flow into one area."""
+    return 2.2 if count < 60 else 1.4 if count < 150 else 0.8 if count < 400 else 0.45
+
+
+def patch_grid(image: Any, tokens: "ImageTokens") -> "Figure":
+    """The picture as the vision tower cuts it: thin lines between patches, thick ones round the patches of one token."""
+    t = tokens
+    title = f"{t.resized_w} × {t.resized_h} pixels → {t.grid_w} × {t.grid_h} patches → {t.tokens} tokens"
+    height = min(6.2, max(2.4, 5.4 * t.resized_h / t.resized_w + 0.9))
+    figure = _figure(height, f"{title}: a picture of {t.width} × {t.height} pixels under the grid of its patches", 6.4)
+    ax = _axes(figure, title, "")
+    shown = image.convert("RGB").resize((min(t.resized_w, 1600), min(t.resized_h, 1600)))
+    ax.imshow(shown, extent=(0, t.resized_w, t.resized_h, 0), interpolation="nearest")
+    token = t.patch * t.merge
+    for step, width, color in ((t.patch, 0.4, "#9a978c"), (token, 1.1, INK)):
+        if t.resized_w / step > 160:
+            continue  # finer than the eye can follow
+        ax.vlines(range(0, t.resized_w + 1, step), 0, t.resized_h, color=color, linewidth=width)
+        ax.hlines(range(0, t.resized_h + 1, step), 0, t.resized_w, color=color, linewidth=width)
+    ax.set_xlim(0, t.resized_w)
+    ax.set_ylim(t.resized_h, 0)
+    ax.set_xlabel(f"pixels; thin lines: patches of {t.patch} × {t.patch}, dark lines: {t.merge} × {t.merge} patches become one token", color=INK, fontsize=9)
+    return figure

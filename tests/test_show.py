@@ -1,0 +1,84 @@
+"""Tables and figures: escaped, complete, shown once, readable without a notebook too."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from qrecipe import show
+from qrecipe.dissection import Chunk, Dissection
+from qrecipe.log_source import recorded
+from qrecipe.startup_log import read_log
+from qrecipe.vision import image_tokens
+
+PARTS = [("weights", 8.61, ""), ("non-torch", 0.62, ""), ("peak activation", 3.63, ""), ("CUDA graphs", 0.66, ""), ("KV cache pool", 112.46, ""), ("left free", 13.82, "")]  # fmt: skip
+
+
+def shown(figure):
+    data, metadata = figure._repr_mimebundle_()
+    assert data["image/png"].startswith("iVBOR")
+    assert metadata["image/png"]["alt"] and metadata["image/png"]["alt"] in data["text/plain"]
+    return metadata["image/png"]["alt"]
+
+
+def test_a_table_escapes_html_and_formulas():
+    page = show.table([("<script>alert(1)</script>", "$x$", None)], ["<b>", "b", "c"], caption="<i>")._repr_html_()
+    assert "<script" not in page and "<b>" not in page and "<i>" not in page and "$x$" not in page
+    assert "&lt;script&gt;" in page and "–" in page
+
+
+def test_a_table_takes_tuples_dicts_named_tuples_and_nothing():
+    row = Dissection("m", "e", [], [], [], [], [], None, 3, 2, {}).table()
+    assert show.table(row).columns == ["name", "value", "unit", "formula", "clock"]
+    assert show.table([{"a": 1}, {"b": 2}]).rows == [[1, None], [None, 2]]
+    assert show.table({"a": 1}).rows == [["a", 1]]
+    assert repr(show.table([])) == "nothing to show" and "nothing" in show.table([])._repr_html_()
+    assert repr(show.table([("x", 12345), ("yy", None)], ["n", "v"])).splitlines() == ["n        v", "x   12,345", "yy       –"]
+
+
+@pytest.mark.parametrize("value, text", [(None, "–"), (float("nan"), "–"), (0.0, "0"), (True, "True"), (8000, "8000"), (32768, "32,768"), (112.46, "112.46"), (0.01234, "0.0123"), ("a", "a")])  # fmt: skip
+def test_numbers_have_the_digits_a_reader_needs(value, text):
+    assert show.number(value) == text
+
+
+def test_the_memory_bar_says_its_parts():
+    alt = shown(show.memory_bar(PARTS, 139.8, "One card", limit_gib=125.82))
+    assert "KV cache pool 112.46 GiB" in alt
+    shown(show.memory_bar({"predicted": PARTS, "logged": [("weights", None, ""), ("KV cache pool", -1.0, "")]}, 139.8, "Two"))
+    shown(show.memory_bar([], None, "Nothing known"))
+
+
+def test_stages_with_and_without_times():
+    log, excerpt = read_log(recorded()), read_log(recorded("4090d"))
+    assert "compile 38 s" in shown(show.stages_bar(log.stages))
+    shown(show.stages_bar({"H200": log.stages, "4090 D": excerpt.stages}))
+    shown(show.stages_bar([]))
+
+
+def request(n=5, complete=True):
+    chunks = [Chunk(0.01, "role", "", 0)] + [Chunk(0.1 + i / 100, "content", "$x$", 1) for i in range(n)]
+    return Dissection("m", "e", chunks, ["x"], [None], [], ["stop"], None, 3, n, complete=complete)
+
+
+def test_a_timeline_of_one_two_or_a_broken_request():
+    assert "TTFT 100 ms" in shown(show.timeline(request()))
+    shown(show.timeline([request(), request(500)], ["off", "on"]))
+    shown(show.timeline(request(0, complete=False)))
+
+
+def test_the_patch_grid_counts():
+    from PIL import Image
+
+    for size in [(500, 300), (40, 4000), (4000, 3000)]:
+        count = image_tokens(*size)
+        assert f"{count.tokens} tokens" in shown(show.patch_grid(Image.new("RGB", size), count))
+
+
+def test_lines_with_gaps_and_limits():
+    shown(show.line_plot([1, 2, 4], {"a": [1, None, 3], "some limit": [1, 1, 1]}, title="t", xlabel="x", ylabel="y", log=True, limits={"top": 2}))
+
+
+def test_matplotlib_is_not_loaded_before_a_figure():
+    code = "import sys, json, qrecipe.show as s; s.table([(1, 2)]); print(json.dumps([m for m in ('matplotlib', 'pandas', 'torch') if m in sys.modules]))"
+    assert json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout) == []
