@@ -1,0 +1,104 @@
+"""Tensors of the checkpoint as bytes: a counter-based generator, and reading and writing the safetensors format.
+
+Everything here is integer arithmetic on bfloat16 bit patterns, so the same bytes come out on every machine and with
+every version of numpy. A bfloat16 is a sign bit, 8 exponent bits and 7 mantissa bits: the upper half of a float32.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+
+from qrecipe.errors import BadInput
+
+EMBEDDING = "model.language_model.embed_tokens.weight"
+POSITIONS = "model.visual.pos_embed.weight"
+ROWS, IDS = "embedding_rows", "embedding_ids"  # the trained rows of the embedding and their token ids
+SEED = 35  # of the generator; another value is another checkpoint
+
+_BYTES = {"BF16": 2, "I32": 4}
+
+
+def splitmix64(counter: np.ndarray, seed: int) -> np.ndarray:
+    """SplitMix64's output for every value of `counter` (uint64): 64 well-mixed bits each, from the counter alone."""
+    with np.errstate(over="ignore"):
+        z = (counter + np.uint64(seed)) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+
+def generated_rows(ids: np.ndarray, width: int) -> np.ndarray:
+    """Embedding rows that were never trained, uint16 bfloat16 bits [len(ids), width].
+
+    Signs and mantissas are random, the exponent is one of two, so each value's size lies in [1/128, 1/32): small
+    beside the trained rows, so no such token is ever the likeliest one.
+    """
+    words = width // 4  # one 64-bit output makes four values
+    counter = np.asarray(ids, np.uint64)[:, None] * np.uint64(words) + np.arange(words, dtype=np.uint64)
+    bits = splitmix64(counter, SEED)
+    parts = [(bits >> np.uint64(16 * n)).astype(np.uint16) for n in range(4)]
+    raw = np.stack(parts, axis=-1).reshape(len(counter), width)
+    exponent = np.uint16(120) + ((raw >> np.uint16(7)) & np.uint16(1))
+    return (raw & np.uint16(0x807F)) | (exponent << np.uint16(7))
+
+
+def bf16_bits(values: np.ndarray) -> np.ndarray:
+    """float32 to bfloat16 bits (uint16), to nearest, ties to even."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    odd = (bits >> np.uint32(16)) & np.uint32(1)
+    return ((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)).astype(np.uint16)
+
+
+def bf16_values(bits: np.ndarray) -> np.ndarray:
+    """bfloat16 bits (uint16) to float32, exactly."""
+    return (np.asarray(bits, np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """Write uint16 arrays as BF16 and int32 arrays as I32, in the order of their names, always the same bytes."""
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name in sorted(tensors):
+        array = tensors[name]
+        kind = {"uint16": "BF16", "int32": "I32"}[array.dtype.name]
+        header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [at, at + array.nbytes]}
+        at += array.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name in sorted(tensors):
+            little = tensors[name].astype(tensors[name].dtype.newbyteorder("<"), copy=False)
+            file.write(np.ascontiguousarray(little).tobytes())
+
+
+def read_safetensors(path: Path) -> dict[str, np.ndarray]:
+    """Read what `write_safetensors` wrote: BF16 comes back as uint16 bits."""
+    data = path.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + length])
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, facts in header.items():
+        start, end = (8 + length + offset for offset in facts["data_offsets"])
+        kind = {"BF16": "<u2", "I32": "<i4"}[facts["dtype"]]
+        if end > len(data) or end - start != _BYTES[facts["dtype"]] * int(np.prod(facts["shape"])):
+            raise BadInput(f"{path.name} is cut short at tensor {name}; install qrecipe again.")
+        tensors[name] = np.frombuffer(data[start:end], kind).reshape(facts["shape"])
+    return tensors
+
+
+def assemble(trained: dict[str, np.ndarray], config: dict) -> dict[str, np.ndarray]:
+    """All tensors of model.safetensors: the trained ones, and the generated embedding with the trained rows in it."""
+    text, vision = config["text_config"], config["vision_config"]
+    embedding = generated_rows(np.arange(text["vocab_size"]), text["hidden_size"])
+    embedding[trained[IDS]] = trained[ROWS]
+    tensors = {name: bits for name, bits in trained.items() if name not in (ROWS, IDS)}
+    tensors[EMBEDDING] = embedding
+    # No learned positions: a figure is the same figure wherever it stands.
+    tensors[POSITIONS] = np.zeros((vision["num_position_embeddings"], vision["hidden_size"]), np.uint16)
+    return tensors
