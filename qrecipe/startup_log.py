@@ -5,7 +5,6 @@ only their surroundings are looked at closely. Not covered: binary formats, and 
 Units: GiB is 2^30 bytes. A figure that the log does not hold is None, never guessed.
 """
 
-import ast
 import re
 from collections import deque
 from collections.abc import Iterable
@@ -17,6 +16,7 @@ from typing import IO, Any
 from . import log_words as words
 from .errors import BadInput
 from .log_source import blocks
+from .log_values import ENGINE_SETTINGS, PRINTED_DICT, SETTINGS, pairs, ranks_of, tokens_from_blocks
 
 LEFT, RIGHT, KEPT, ROWS = 1024, 16384, 40, 2000  # bytes around an anchor; error lines; metric rows
 JSON_KEYS = (
@@ -33,7 +33,7 @@ MORE_KEYS = (
 
 @dataclass(frozen=True)
 class StartupLog:
-    """What one start of vLLM said about itself. `figures` holds every figure; each is an attribute, None if absent."""
+    """What one start of vLLM said about itself. Every figure is an attribute, None if absent; `lines` has its log line."""
 
     figures: dict[str, Any]
     ranks: list[dict[str, Any]]
@@ -44,7 +44,7 @@ class StartupLog:
     stages: list[tuple[str, float | None]] = field(default_factory=list)
     runtime: list[dict[str, Any]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
-    text: dict[str, str] = field(default_factory=dict)
+    lines: dict[str, str] = field(default_factory=dict)
     compile_cached: bool | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -158,7 +158,7 @@ class _Start:
     def finish(self) -> StartupLog:
         figures: dict[str, Any] = dict(self.texts)
         labels = list(dict.fromkeys(k for name in words.RANK_FIELDS for k in self.values.get(name, {})))
-        ranks = _ranks(labels, self.values)
+        ranks = ranks_of(labels, self.values)
         tightest = min(
             (r for r in ranks if r["available_kv_gib"] is not None), key=lambda r: r["available_kv_gib"], default={}
         )
@@ -167,7 +167,7 @@ class _Start:
             worst = min(every) if name in words.SMALLEST else max(every)
             mine = tightest.get(name) if name in words.RANK_FIELDS else None
             figures[name] = worst if mine is None else mine
-        _tokens_from_blocks(figures, self.flags, self.config)
+        tokens_from_blocks(figures, self.flags, self.config)
         if figures.get("max_model_len") is None and isinstance(self.config.get("max_seq_len"), int):
             figures["max_model_len"] = self.config["max_seq_len"]
         errors = self.first_errors + [e for e in self.last_errors if e not in self.first_errors]
@@ -177,53 +177,6 @@ class _Start:
             figures, ranks, self.ready, self.backends, self.flags, self.config, self.stages, self.rows, errors,
             self.raw, self.cached,
         )  # fmt: skip
-
-
-def _ranks(labels: list[str], values: dict[str, dict[str, list]]) -> list[dict[str, Any]]:
-    """One row a rank. Without process labels, repeated figures of one start are taken as ranks in their order."""
-    rows = []
-    for label in labels:
-        found = {name: values.get(name, {}).get(label, []) for name in words.RANK_FIELDS}
-        count = max(map(len, found.values())) if label == "" else 1
-        for i in range(count):
-            row = {name: (v[min(i, len(v) - 1)] if v else None) for name, v in found.items()}
-            rows.append({"rank": re.split(r"[ ,]", label)[0] or (str(i) if count > 1 else ""), "process": label, **row})
-    return rows
-
-
-def _tokens_from_blocks(figures: dict[str, Any], flags: dict, config: dict) -> None:
-    """The old engine logs blocks, not tokens: tokens = blocks x block size, when the log fixes the block size."""
-    blocks, per_request = figures.get("gpu_blocks"), figures.get("max_model_len")
-    if blocks is None or figures.get("kv_cache_tokens") is not None:
-        return
-    size = flags.get("block_size")
-    if not isinstance(size, int) and figures.get("max_concurrency") and per_request:
-        said = figures["max_concurrency"]
-        size = next((b for b in (8, 16, 32, 64, 128, 256) if abs(blocks * b / per_request - said) <= 0.0051), None)
-    elif not isinstance(size, int) and (flags or config):
-        size = 16  # the log lists the flags and block_size is not among them
-    if isinstance(size, int):
-        figures["kv_cache_tokens"] = blocks * size
-
-
-def _literal(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
-        return text
-
-
-_PAIR = re.compile(r"'(\w{1,60})': ('[^'\n]{0,400}'|\[[^\[\]\n]{0,400}\]|\{[^{}\n]{0,400}\}|[\w.+-]{1,60})")
-_SETTING = re.compile(r"\b(\w{1,60})=('[^'\n]{0,400}'|\[[^\[\]\n]{0,400}\]|[\w.+-]{1,60})(?=[,)]|$)")
-_CONFIG = {
-    "model", "speculative_config", "dtype", "max_seq_len", "load_format", "tensor_parallel_size",
-    "pipeline_parallel_size", "data_parallel_size", "quantization", "enforce_eager", "kv_cache_dtype",
-    "device_config", "enable_prefix_caching", "served_model_name", "trust_remote_code",
-}  # fmt: skip
-
-
-def _pairs(pattern: re.Pattern, text: str) -> dict[str, Any]:
-    return {m[1]: _literal(m[2].removeprefix("torch.")) for m in pattern.finditer(text)}
 
 
 class _Reader:
@@ -297,11 +250,11 @@ class _Reader:
             self.maybe_new_start(again=name in self.start.engines or self.start.ready)
             self.start.engines.add(name)
             line = words.clean(buf[at : at + RIGHT // 2].split(b"\n")[0])
-            self.start.config = {k: v for k, v in _pairs(_SETTING, line).items() if k in _CONFIG}
+            self.start.config = {k: v for k, v in pairs(SETTINGS, line).items() if k in ENGINE_SETTINGS}
         start = self.start
         if anchor in words.ARGS:
             text = words.clean(buf[at : at + RIGHT // 2].split(b"\n")[0])
-            start.flags = _pairs(_PAIR if b"non-default" in anchor else _SETTING, text)
+            start.flags = pairs(PRINTED_DICT if b"non-default" in anchor else SETTINGS, text)
         elif anchor == b"Directly load" and start.cached is None:
             start.cached = True
         elif anchor == b"saved AOT compiled":
@@ -342,9 +295,10 @@ class _Reader:
         for name, number in zip(names, groups, strict=False):
             if number is not None:
                 self.start.add(name, label, number)
-        if names[0] not in self.start.raw:
-            end = buf.find(b"\n", at, at + RIGHT)
-            self.start.raw[names[0]] = words.message(buf[begin : end if end > 0 else at + LEFT].decode("utf-8", "replace"))
+        end = buf.find(b"\n", at, at + RIGHT)
+        line = words.message(buf[begin : end if end > 0 else at + LEFT].decode("utf-8", "replace"))
+        for name in names:
+            self.start.raw.setdefault(name, line[:1000])
 
     def error(self, buf: bytes, begin: int, at: int) -> None:
         end = buf.find(b"\n", at, at + 4096)
