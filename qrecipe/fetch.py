@@ -23,7 +23,7 @@ SOURCES = ("auto", "huggingface", "modelscope")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 LEAVE_OUT = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "original/*", "*.md", ".git*"]
 ANSWER_S = 8  # seconds to wait for a hub to answer at all
-TRIES = 3  # rounds of the client, each of which retries by itself
+TRIES = 3  # rounds of Hugging Face's client, each of which retries by itself; ModelScope's one round takes half a minute
 
 
 def find_model(model: str, *, revision: str | None = None, source: str = "auto", weights: bool = True) -> ModelFolder:
@@ -108,7 +108,7 @@ def _hf_fetch(model: str, revision: str | None, weights: bool) -> ModelFolder:
     files = {f.rfilename: f for f in info.siblings or [] if not any(fnmatch(f.rfilename, pattern) for pattern in left_out)}
     _require_disk(Path(constants.HF_HUB_CACHE), sum(f.size or 0 for f in files.values()), model)
     errors = (HfHubHTTPError, OSError, ValueError, _httpx_error())
-    path = Path(_with_tries(lambda: snapshot_download(model, revision=revision, ignore_patterns=left_out), errors, model))
+    path = Path(_with_tries(lambda: snapshot_download(model, revision=revision, ignore_patterns=left_out), errors, model, TRIES))
     for name, file in files.items() if path.name == info.sha else ():  # not when the branch moved on meanwhile
         if file.lfs and file.lfs.sha256 and sha256(path / name) != file.lfs.sha256:
             (path / name).resolve().unlink()
@@ -121,6 +121,7 @@ def _ms_fetch(model: str, revision: str | None, weights: bool) -> ModelFolder:
 
     _require_answer(get_default_config().endpoint, "ModelScope", model)
     from modelscope import snapshot_download
+    from modelscope_hub.errors import HubError
     from requests.exceptions import HTTPError
 
     def fetch() -> str:
@@ -131,7 +132,7 @@ def _ms_fetch(model: str, revision: str | None, weights: bool) -> ModelFolder:
                 raise BadInput(f"ModelScope knows no model {model!r} with revision {revision or 'master'!r}: check both on its page") from None
             raise
 
-    return require_folder(_with_tries(fetch, (OSError, RuntimeError), model), weights, "modelscope")
+    return require_folder(_with_tries(fetch, (OSError, HubError), model, 1), weights, "modelscope")
 
 
 _CACHED = {"huggingface": _hf_cached, "modelscope": _ms_cached}
@@ -148,16 +149,16 @@ def _left_out(weights: bool) -> list[str]:
     return LEAVE_OUT if weights else [*LEAVE_OUT, "*.safetensors"]
 
 
-def _with_tries(fetch, errors: tuple, model: str) -> str:
+def _with_tries(fetch, errors: tuple, model: str, tries: int) -> str:
     """Call the client until it ends well: what has come is kept, so that each round goes on where the last one broke off."""
-    for last in range(TRIES - 1, -1, -1):
+    for left in range(tries - 1, -1, -1):
         try:
             return fetch()
         except errors as e:
             if isinstance(e, OSError) and e.errno in (28, 122):  # no space, over quota
                 raise BadInput(f"the disk filled up while {model} was fetched: free some, then fetch again (what has come is kept)") from None
-            if not last:
-                raise BadInput(f"fetching {model} broke off {TRIES} times ({type(e).__name__}: {str(e).splitlines()[0][:120]}): fetch again, it goes on from there; or give a folder that holds the model") from None
+            if not left:
+                raise BadInput(f"fetching {model} broke off ({type(e).__name__}: {str(e).splitlines()[0][:120]}): fetch again, it goes on from there; or give a folder that holds the model") from None
 
 
 def _require_answer(endpoint: str, hub: str, model: str) -> None:

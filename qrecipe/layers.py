@@ -5,7 +5,7 @@
     python3 -m qrecipe.layers --preflight --engine cpu --folder .    # one sentence; exit code 2 when it cannot be installed
 
 Standard library alone: the Makefile runs this with the system's Python before anything is installed.
-Facts are gathered by `facts`, judged by `judge`; both are found under this name too.
+Facts are gathered by `facts`, judged by `layer_judge`; both are found under this name too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import asdict
 
 from .errors import BadInput
 from .facts import GIB, Facts, Gpu, gather
-from .judge import Layer, first_broken, has_kernels, judge_driver, judge_layers, judge_machine, judge_processor, rule
+from .layer_judge import Layer, first_broken, has_kernels, judge_driver, judge_layers, judge_machine, judge_processor, rule
 
 __all__ = [
     "Facts", "Gpu", "Layer", "choose_engine", "doctor", "first_broken", "gather", "has_kernels", "inspect_layers",

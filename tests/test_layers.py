@@ -13,7 +13,7 @@ import pytest
 from qrecipe import layers
 from qrecipe.errors import BadInput
 from qrecipe.facts import Facts, Gpu, read_smi
-from qrecipe.judge import numbers
+from qrecipe.layer_judge import numbers
 
 ROOT = Path(__file__).parent.parent
 A10 = Gpu("NVIDIA A10", 23028 / 1024, (8, 6))
@@ -196,6 +196,11 @@ def test_another_cuda_in_the_path_is_a_warning():
     assert judged(but(toolkits=(("/usr/local/cuda-12.4", "12.4"),)))["CUDA in PyTorch"].ok is None
     assert judged(but(library_path=(("/usr/local/cuda-13.2/lib64", 13),)))["CUDA in PyTorch"].ok is None
     assert judged(but(library_path=((LIB13, 13),), toolkits=(("/usr/local/cuda-13.0", "13.0"),)))["CUDA in PyTorch"].ok is True
+
+
+def test_a_pytorch_that_waits_for_vllm_is_no_fault():
+    facts = but(vllm="", vllm_folder=False, vllm_cudart=None, wants_torch="", torch="2.11.0+cu130")
+    assert judged(facts)["PyTorch"].ok is None and broken(facts).name == "vLLM"
 
 
 def test_other_tried_versions_are_warnings():

@@ -20,7 +20,7 @@ DRIVERS = {11: 450, 12: 525, 13: 580}  # oldest driver branch of a CUDA major (N
 PYTHONS = ((3, 11), (3, 14))  # from, below
 PYTHON_SPAN = "3.11 to 3.13"
 FIRST_QWEN35 = (0, 17)  # the first vLLM that knows qwen3_5
-TRANSFORMERS_BREAK = (5, 24)  # from here on Qwen3.5 does not start in vLLM 0.27.0
+TRANSFORMERS_BREAK = (5, 24)  # with it Qwen3.5 does not start in vLLM 0.27.0; later ones are not tried
 INSTALL = f"uv pip install vllm=={VLLM}"
 ELSEWHERE = "run the book on the processor (ENGINE=cpu) or against a server elsewhere (base_url)"
 
@@ -136,7 +136,7 @@ def _no_driver(facts: Facts, branch: int | str, needed: str) -> tuple:
         return seen, needed, False, "A container sees GPUs only when it is started with them.", mend
     if facts.nvidia_card:
         mend = f"choose it with NVIDIA's driver search for the card and the system, branch {branch} or newer, install it, reboot"
-        return "none, but an NVIDIA card is there", needed, False, f"The card has no working driver ({facts.driver_error}).", mend
+        return "none, but an NVIDIA card is there", needed, False, "The card has no working driver" + (f" ({facts.driver_error})." if facts.driver_error else "."), mend
     if facts.amd_card:
         why = "vLLM has a ROCm build of its own; the commands and figures of this book are for CUDA."
         return "an AMD GPU (ROCm)", needed, False, why, ELSEWHERE
@@ -181,6 +181,8 @@ def _torch(facts: Facts) -> Layer:
     say = partial(Layer, "PyTorch", facts.torch or "none", want)
     if not facts.torch:
         return say(False, "Not installed; vLLM brings the one that it is compiled for.", _install(facts))
+    if numbers(facts.torch)[:3] != numbers(want)[:3] and not (facts.vllm or facts.vllm_folder):
+        return say(None, f"vLLM is not there yet; its install replaces this PyTorch by {want}.", INSTALL)
     if numbers(facts.torch)[:3] != numbers(want)[:3]:
         why = f"vLLM's kernels are compiled for torch {want}; with another one they end in an undefined symbol."
         return say(False, why, f"uv pip install torch=={want} first, then vLLM")
@@ -266,7 +268,7 @@ def _transformers(facts: Facts) -> Layer:
     if not version:
         return say(False, "Not installed; vLLM reads configuration and tokenizer with it.", _install(facts))
     if version[:2] >= TRANSFORMERS_BREAK:
-        return say(False, f'From {end} on Qwen3.5 does not start: "Found 1 <|image_pad|> tokens in the text but no images were passed".', mend)
+        return say(False, f'{end} broke the start of Qwen3.5 ("Found 1 <|image_pad|> tokens in the text but no images were passed"); newer ones are not tried.', mend)
     if version < numbers(low):
         return say(False, f"Too old: this vLLM asks for {low} or newer.", mend)
     if version[:2] != numbers(TRANSFORMERS)[:2]:
