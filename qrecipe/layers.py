@@ -20,7 +20,16 @@ from dataclasses import asdict
 
 from .errors import BadInput
 from .facts import GIB, Facts, Gpu, gather
-from .layer_judge import Layer, first_broken, has_kernels, judge_driver, judge_layers, judge_machine, judge_processor, rule
+from .layer_judge import (
+    Layer,
+    first_broken,
+    has_kernels,
+    judge_driver,
+    judge_layers,
+    judge_machine,
+    judge_processor,
+    rule,
+)
 
 __all__ = [
     "Facts", "Gpu", "Layer", "choose_engine", "doctor", "first_broken", "gather", "has_kernels", "inspect_layers",
