@@ -15,6 +15,7 @@ COVERED = "Qwen3.5, Qwen3.6, Qwen3-Next, Qwen3, Qwen3-MoE, Qwen2, Llama and Gemm
 GDN_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 FAMILIES = (*GDN_FAMILIES, "qwen3", "qwen3_moe", "qwen2", "llama", "gemma3")
 KINDS = {"linear_attention": "gdn", "full_attention": "full", "sliding_attention": "sliding"}
+GEMMA3 = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262_208, "max_position_embeddings": 131_072, "sliding_window": 4096}
 REFUSED = {
     "kv_lora_rank": "multi-head latent attention (MLA)",
     "ssm_state_size": "Mamba layers", "mamba_d_state": "Mamba layers",
@@ -72,7 +73,12 @@ def read_config(config: dict, name: str = "config") -> ModelShape:
         raise NotCovered(f"{name}: MXFP4 checkpoints are not covered; covered are {COVERED}")
     if family not in FAMILIES:
         raise NotCovered(f"{name}: model_type {family or 'missing'!r} is not covered; covered are {COVERED}")
+    if family == "gemma3":  # its published configs leave these to the class
+        absent = {k: v for k, v in GEMMA3.items() if text.get(k) is None}
+        text = text | absent
     f = _Fields(text, name)
+    if family == "gemma3":
+        f.assumed += [f"{k} is absent: {v} assumed (the default of gemma3)" for k, v in absent.items()]
     heads, layers = f.need("num_attention_heads"), f.need("num_hidden_layers")
     hidden = f.number("hidden_size")
     kv_heads = f.number("num_key_value_heads", heads, "as many as attention heads")
@@ -162,18 +168,20 @@ def _kv_scheme(quant: dict) -> str | None:
 
 
 def _rotary(f: _Fields, text: dict, family: str, head_dim: int, positions: int | None) -> dict:
-    """Size of the cos/sin cache: rows × rotary_dim, one a rope type. mRoPE keeps four times the maximum position."""
+    """Size of the cos/sin caches: rows × rotary_dim. mRoPE keeps four times the maximum position; linear and YaRN scaling
+    keep it times their factor; Gemma 3 has one cache for full and one for sliding layers."""
     rope = f.get("rope_parameters") or f.get("rope_scaling") or {}
     rope = rope if isinstance(rope, dict) else {}
-    caches = 2 if family == "gemma3" else 1
-    inner = rope.get("full_attention", rope) if isinstance(rope.get("full_attention"), dict) else rope
+    inner = rope["full_attention"] if isinstance(rope.get("full_attention"), dict) else rope
     partial = text.get("partial_rotary_factor") or inner.get("partial_rotary_factor") or (0.25 if family in GDN_FAMILIES else 1.0)
-    rows = positions or 0
+    kind, factor, rows = inner.get("rope_type") or inner.get("type"), float(inner.get("factor") or 1), positions or 0
+    if kind == "linear":
+        rows = int(rows * factor)
+    elif kind == "yarn":
+        rows = int((inner.get("original_max_position_embeddings") or rows) * factor)
     if "mrope_section" in inner or (family in ("qwen3_5", "qwen3_5_moe") and text.get("rope_parameters") == "unknown"):
         rows *= 4
-    elif (inner.get("rope_type") or inner.get("type")) == "yarn":
-        rows = int((inner.get("original_max_position_embeddings") or rows) * inner.get("factor", 1))
-    return {"rotary_dim": int(head_dim * partial), "rotary_positions": rows, "rotary_caches": caches}
+    return {"rotary_dim": int(head_dim * partial), "rotary_positions": rows + (positions or 0 if family == "gemma3" else 0)}
 
 
 def _vision(config: dict, name: str, family: str, hidden: int | None, f: _Fields) -> Vision | None:

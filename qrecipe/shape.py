@@ -94,8 +94,7 @@ class ModelShape:
     vision: Vision | None = None
     has_vision: bool = False  # a vision tower is there, even where its sizes are unknown
     rotary_dim: int = 0
-    rotary_positions: int = 0  # rows of the cos/sin cache
-    rotary_caches: int = 1
+    rotary_positions: int = 0  # rows of the cos/sin caches
     quantization: str | None = None  # quant_method of the config
     quant_config: dict = field(default_factory=dict, compare=False, hash=False)
     kv_scheme: str | None = None  # "fp8" when the checkpoint asks for an fp8 KV cache

@@ -113,7 +113,7 @@ def weigh(shape: ModelShape, *, dtype: str = "bfloat16", quantization: str | Non
         for s in _stages_of(t, shape, stages):
             loaded[s] += allocated(size, scoped)
             raw[s] += size
-    rotary = shape.rotary_positions * shape.rotary_dim * each * shape.rotary_caches
+    rotary = shape.rotary_positions * shape.rotary_dim * each
     heaviest = max(range(pp), key=loaded.__getitem__)
     return Weights(tuple(b + rotary for b in loaded), raw[heaviest], rotary, loaded[heaviest] - raw[heaviest], tuple(sorted(kept)), method, band)
 
