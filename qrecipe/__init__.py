@@ -15,7 +15,19 @@ _WHERE = {
     "diagnose": "diagnosis",
     "dissect": "request",
 }
-_MODULES = ("shape", "memory", "cards", "startup_log", "diagnosis", "request", "vision", "layers", "show", "serving", "fetch")
+_MODULES = (
+    "shape",
+    "memory",
+    "cards",
+    "startup_log",
+    "diagnosis",
+    "request",
+    "vision",
+    "layers",
+    "show",
+    "serving",
+    "fetch",
+)
 __all__ = [*_WHERE, *_MODULES]
 
 

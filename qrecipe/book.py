@@ -7,6 +7,7 @@ printed AND its JSON is there. papermill's own status fields are not asked: afte
 import contextlib
 import ctypes
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -176,8 +177,7 @@ def run_book(
                 )
         finally:
             if held:
-                serving.leave(held)
-                serving.stop(int(held.name.removeprefix("port-")))
+                serving.leave(held, wait=60)
             write_run(folder, stage, verdicts, began, [p.stem for p in notebooks], held)
     return bool(verdicts) and all(v.status != "failed" for v in verdicts), folder
 
@@ -224,6 +224,10 @@ def run_chapter(
                     process.kill()
                     process.wait()
     verdict = judge(executed, folder / f"{notebook.stem}.json", code)
+    if verdict.status == "failed" and "CellTimeoutError" in (folder / f"{notebook.stem}.papermill.log").read_text(
+        errors="replace"
+    ):
+        verdict.reason = f"the cell was stopped at its limit of {cell_limit:.0f} s"
     if late:
         verdict.status, verdict.reason = "failed", "the time limit of the whole run was reached"
     verdict.seconds = round(time.time() - began, 1)
@@ -255,6 +259,8 @@ def write_run(
     ]
     state = serving.read_state(held) if held else {}
     log = Path(state["log"]) if state else None
+    if log and log.is_file() and log.parent != folder:  # the run joined a server that was there before
+        log = Path(shutil.copy(log, folder))
     records = {v.name: json.loads(p.read_text()) for v in verdicts if (p := folder / f"{v.name}.json").is_file()}
     engine_lock = project_root() / "requirements" / f"{'gpu' if stage.engine == 'gpu' else 'cpu'}.txt"
     run = {

@@ -45,7 +45,9 @@ class Chapter:
             return "teaching" if self._server and "teaching" in Path(self._server.root).name else "unknown"
         if self.parameters.get("weights") == "dummy":
             return "dummy"
-        return "teaching" if self.model_dir and _is_teaching(self.model_dir) else "real"
+        if self.engine == "cpu" and self.parameters.get("model", "auto") == "auto":
+            return "teaching"
+        return "teaching" if "teaching-model" in Path(self.parameters.get("model", "")).name else "real"
 
     @property
     def words(self) -> bool:
@@ -270,10 +272,6 @@ def _choose_engine(parameters: dict) -> tuple[str, str]:
     from .layers import choose_engine, gather
 
     return choose_engine(gather(), parameters.get("engine", "auto"))
-
-
-def _is_teaching(folder: str) -> bool:
-    return "teaching-model" in Path(folder).name
 
 
 def _near(path: Path) -> str:

@@ -39,6 +39,7 @@ class Server:
     log: Path | None = None
     folder: Path | None = None
     recipe: ServeRecipe | None = None
+    ready_seconds: float | None = None
 
     @classmethod
     def start(
@@ -117,6 +118,7 @@ class Server:
         return cls(
             base_url, first["id"], key, first.get("root") or first["id"], first.get("max_model_len"),
             Path(state["log"]) if folder else None, folder, ServeRecipe.from_dict(state["recipe"]) if folder else None,
+            state.get("ready_seconds"),
         )  # fmt: skip
 
     def leave(self, wait: float = 0.0) -> None:
