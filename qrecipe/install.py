@@ -96,13 +96,14 @@ def set_up(asked: str) -> str:
         network,
     )
     uv = [str(venv / "bin/uv"), "pip", "install", "--python", str(inside), "--no-deps"]
+    uv += [] if sys.stderr.isatty() else ["-q"]
     size = "6 GB, half a minute on a fast line" if engine == "cpu" else "10 GB"
     run(
         [*uv, "--require-hashes", "-r", f"requirements/{engine}.txt"],
         f"installing requirements/{engine}.txt ({size})",
         network,
     )
-    run([*uv, "-q", "--no-build-isolation", "-e", "."], "installing qrecipe", "see the message above")
+    run([*uv, "--no-build-isolation", "-e", "."], "installing qrecipe", "see the message above")
     run([str(inside), "-m", "qrecipe.alias", "install"], "the vllm distribution alias", "see the message above")
     stamp.write_text(wanted)
     return engine
