@@ -33,7 +33,7 @@ ASKED = {
     "usage-last": chat("kv_cache", **OFF, **LAST),
     "no-usage": chat("kv_cache", **OFF),
     "length": chat("request", **OFF, **ALL, max_tokens=12),
-    "two-choices": chat("hello", **OFF, **ALL, n=2),
+    "two-choices": chat("hello", **OFF, **ALL, n=2, temperature=1.0, seed=1),
     "completion": ("/completions", {"prompt": "1 2 3", "max_tokens": 6, "temperature": 0, "ignore_eos": True} | ALL),
 }
 
