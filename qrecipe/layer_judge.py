@@ -114,7 +114,7 @@ def judge_driver(facts: Facts) -> Layer:
         return Layer("driver", found, needed, False, why, "nvidia-smi -L lists devices and slices: make a slice, or switch MIG off")
     found += "; " + ", ".join(f"{g.name} {g.memory_gib:.1f} GiB" + (" (MIG slice)" if g.mig else "") for g in facts.gpus)
     say = partial(Layer, "driver", found, needed)
-    known = numbers(facts.driver_cuda)[:1] or (max([m for m, b in DRIVERS.items() if b <= numbers(facts.driver)[0]], default=0),)
+    known = numbers(facts.driver_cuda)[:1] or (max([m for m, b in DRIVERS.items() if (b,) <= numbers(facts.driver)], default=0),)
     if known[0] < major:
         why = f"The driver stops at CUDA {facts.driver_cuda or known[0]}; vLLM's build needs CUDA {major}."
         return say(False, why, f"update the driver to {branch} or newer, or install the CUDA {known[0]} builds of torch and vLLM")
@@ -146,10 +146,10 @@ def _no_driver(facts: Facts, branch: int | str, needed: str) -> tuple:
 def _cuda(facts: Facts) -> Layer:
     need, limit = facts.vllm_cudart, f"at most {facts.driver_cuda or 'the CUDA'} of the driver"
     say = partial(Layer, "CUDA in PyTorch", facts.torch_cuda or "none", limit + (f"; {need}.x for vLLM's kernels" if need else ""))
-    right = f"uv pip install --reinstall --torch-backend=auto torch=={facts.wants_torch or TORCH}"
+    right = _reinstall(facts, "auto")
     if not facts.torch:
         return say(False, "PyTorch is not installed; it brings its own CUDA libraries.", INSTALL)
-    if not facts.torch_cuda:
+    if not numbers(facts.torch_cuda):
         build = f"for ROCm {facts.torch_hip}" if facts.torch_hip else "without CUDA"
         return say(False, f"This PyTorch is built {build}.", right)
     major, fits = numbers(facts.torch_cuda)[0], rule(facts.torch_cuda, facts.driver_cuda)
@@ -158,7 +158,7 @@ def _cuda(facts: Facts) -> Layer:
         return say(False, why, f"update the driver to {DRIVERS.get(major, 'a later branch')} or newer, or install PyTorch and vLLM built for CUDA {numbers(facts.driver_cuda)[0]}")
     if need and major != need:
         why = f"vLLM's kernels look for libcudart.so.{need}, PyTorch brings libcudart.so.{major}"
-        torch = f"uv pip install --reinstall --torch-backend={BACKENDS.get(need, 'auto')} torch=={facts.wants_torch or TORCH}"
+        torch = _reinstall(facts, BACKENDS.get(need, "auto"))
         if any(found == need for _, found in facts.library_path):
             return say(None, why + "; LD_LIBRARY_PATH lends a second CUDA.", f"cleaner: {torch}")
         folders = [folder for folder, found in facts.cudart_folders if found == need]
@@ -174,6 +174,11 @@ def _cuda(facts: Facts) -> Layer:
         why = f"The wheels bring their own CUDA, but another one is in the path: {', '.join(strays)}."
         return say(None, why, "unset LD_LIBRARY_PATH, and take the toolkit off PATH, when a symbol is missing or a kernel does not compile")
     return say(True, f"{facts.torch_cuda} is not newer than the driver's {facts.driver_cuda}.")
+
+
+def _reinstall(facts: Facts, backend: str) -> str:
+    """PyTorch in another build; torchvision and torchaudio come in the same build or fail at import."""
+    return f"uv pip install --reinstall --torch-backend={backend} torch=={facts.wants_torch or TORCH} torchvision torchaudio"
 
 
 def _torch(facts: Facts) -> Layer:

@@ -61,6 +61,9 @@ def check_folder(path: str | Path, weights: bool = True, source: str = "folder")
 def require_folder(path: str | Path, weights: bool = True, source: str = "folder") -> ModelFolder:
     """`check_folder`, but an incomplete folder is BadInput that names what is missing."""
     found = check_folder(path, weights, source)
+    if not found.path.is_dir():
+        there = "is a file, not a model folder" if found.path.exists() else "does not exist"
+        raise BadInput(f"{found.path} {there}: name a folder with config.json, tokenizer and weights, or a hub id")
     if not found.complete:
         more = f" and {len(found.missing) - 4} more" if len(found.missing) > 4 else ""
         raise BadInput(f"model folder {found.path} is incomplete, missing: {'; '.join(found.missing[:4])}{more}: fetch it again (what is there is kept), or name another folder")

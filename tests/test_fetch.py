@@ -133,7 +133,7 @@ def test_what_is_no_model_is_one_sentence(model):
 
 
 def test_a_file_is_no_model_folder(folder):
-    with pytest.raises(BadInput, match="this is a file"):
+    with pytest.raises(BadInput, match="is a file, not a model folder"):
         find_model(str(folder / "config.json"))
 
 

