@@ -66,6 +66,14 @@ class Flags:
     vllm_version: str = "0.27.0"
 
     def __post_init__(self) -> None:
+        for name, f in self.__dataclass_fields__.items():
+            value = getattr(self, name)
+            if value is None and f.default is not None:
+                object.__setattr__(self, name, f.default)
+            elif f.type.startswith("str") and value is not None and not isinstance(value, str):
+                raise BadInput(f"{name} is {value!r}; a name is expected, for example {'0.27.0' if name == 'vllm_version' else 'auto'}")
+            elif f.type.startswith("bool") and value is not None and not isinstance(value, bool):
+                raise BadInput(f"{name} is {value!r}; true or false is expected")
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "nodes", "max_num_seqs",
                      "max_num_batched_tokens", "block_size", "max_model_len"):
             value, low = getattr(self, name), -1 if name == "max_model_len" else 1

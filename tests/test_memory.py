@@ -1,0 +1,251 @@
+"""The budget: logged figures reproduced, levers in the right direction, bad input refused by name."""
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qrecipe import memory
+from qrecipe.cards import cards, find_card, parse_size
+from qrecipe.errors import BadInput, NotCovered, RecipeError
+from qrecipe.memory import JSON_KEYS, budget
+from qrecipe.shape import load_shape
+from qrecipe.starts import compare_start, starts
+
+H200 = {"gpu_memory_gib": 139.8, "max_model_len": 32768, "vllm_version": "0.27.0"}
+KNOWN = [s for s in starts() if not s.inferred]
+
+
+@pytest.mark.parametrize("start", KNOWN, ids=lambda s: s.case)
+def test_the_law_is_exact_where_all_inputs_are_known(start):
+    rows = [r for r in compare_start(start) if r.exact is not None]
+    assert all(r.exact for r in rows), rows
+
+
+@pytest.mark.parametrize("start", [s for s in starts() if not s.quantized], ids=lambda s: s.case)
+def test_weights_are_within_one_percent(start):
+    for row in compare_start(start):
+        if row.figure == "weights" and row.predicted is not None:
+            assert abs(row.error_percent) < 1, row
+
+
+@pytest.mark.parametrize("start", [s for s in starts() if s.shape.name == "Qwen3.5-4B"], ids=lambda s: s.case)
+def test_the_4bs_pool_is_within_three_percent_from_card_and_flags(start):
+    for row in compare_start(start):
+        if row.figure.startswith("available") and row.predicted is not None:
+            assert abs(row.error_percent) < 3, row
+
+
+def test_the_loading_line_of_the_4b_by_its_parts():
+    found = budget("Qwen3.5-4B", **H200)
+    assert found.weights.raw / 2**30 == pytest.approx(8.455, abs=0.001)
+    assert found.weights.rotary / 2**30 == 0.125
+    assert found.weights.rounding / 2**30 == pytest.approx(0.033, abs=0.001)
+    assert f"{found.weights_gib:.2f}" == "8.61"
+    for flags in ({"language_model_only": True}, {"limit_mm_per_prompt": '{"image": 0, "video": 0}'}):
+        assert f"{budget('Qwen3.5-4B', **H200, **flags).weights_gib:.2f}" == "7.99"
+    half = budget("Qwen3.5-4B", **H200, limit_mm_per_prompt={"image": 0})
+    assert f"{half.weights_gib:.2f}" == "8.61" and "saves no weights" in " ".join(half.advice)
+
+
+def test_the_pool_of_the_4b_by_its_parts():
+    # CAPACITY: state 2,146,304 B, 4,096 B a token, block 528, padding 0.76 %
+    found = budget("Qwen3.5-4B", **H200, available_kv_gib=112.46)
+    assert (found.pool.state_bytes, found.pool.token_bytes) == (2_146_304, 4096)
+    assert (found.attention_block_tokens, found.page_bytes, found.pool_block_bytes) == (528, 2_162_688, 8 * 2_162_688)
+    assert f"{found.pool.padding_percent:.2f}" == "0.76"
+    assert (found.blocks_per_request, found.kv_cache_tokens) == (66, 3_464_967)
+    assert f"{found.max_concurrency:.2f}" == "105.74"
+
+
+def test_the_cpu_engines_block_and_pool():
+    # cpu-vllm0.27.0-tiny-qwen3.5-4096.log: block 384, padding 46.56 %, 1 GiB → 798,720 tokens, 195.00x
+    tiny = {"model_type": "qwen3_5_text", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256,
+            "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+            "vocab_size": 248320, "intermediate_size": 128, "max_position_embeddings": 32768, "mamba_ssm_dtype": "float32", "tie_word_embeddings": True, "dtype": "bfloat16"}
+    found = budget(tiny, available_kv_gib=1.0, block_size=128, max_model_len=4096)
+    assert found.attention_block_tokens == 384 and f"{found.pool.padding_percent:.2f}" == "46.56"
+    assert found.kv_cache_tokens == 798_720 and f"{found.max_concurrency:.2f}" == "195.00"
+
+
+def test_both_token_lines_by_version():
+    new = budget("Qwen3.5-4B", available_kv_gib=10.21, max_model_len=4096, vllm_version="0.21.0")
+    old = budget("Qwen3.5-4B", available_kv_gib=10.21, max_model_len=4096, vllm_version="0.20.0")
+    assert new.kv_cache_tokens == 235_706
+    assert old.kv_cache_tokens == new.blocks // 4 * 528
+
+
+def test_a_default_that_cannot_start_is_warned_of_and_its_mend_starts():
+    found = budget("Qwen3.5-4B", **H200, gpu_memory_utilization=0.20)
+    assert found.fits is False and "--max-num-seqs 906" in found.advice[0]
+    assert budget("Qwen3.5-4B", **H200, gpu_memory_utilization=0.20, max_num_seqs=906).fits
+    assert budget("Qwen3.5-4B", **H200, gpu_memory_utilization=0.20, enforce_eager=True).fits
+
+
+def test_the_advice_for_a_context_that_does_not_fit_starts():
+    flags = H200 | {"max_model_len": 262_144, "gpu_memory_utilization": 0.12}
+    found = budget("Qwen3.5-4B", **flags)
+    words = found.advice[0].split()
+    length, seqs = int(words[words.index("--max-model-len") + 1]), int(words[words.index("--max-num-seqs") + 1])
+    assert budget("Qwen3.5-4B", **flags | {"max_model_len": length}, max_num_seqs=seqs).fits
+    assert not found.pool.fits(length + 1, found.available_kv_gib * 2**30)
+
+
+def test_vllms_own_estimated_length():
+    assert memory.largest_max_model_len("Qwen3.5-4B", available_kv_gib=3.35) == 107_712
+
+
+def test_activation_holds_the_graph_estimate_from_0_21_on():
+    new, old = (budget("Qwen3.5-4B", **H200 | {"vllm_version": v}) for v in ("0.21.0", "0.20.0"))
+    eager = budget("Qwen3.5-4B", **H200, enforce_eager=True)
+    assert new.activation_gib == pytest.approx(old.activation_gib + new.cuda_graph_estimate_gib)
+    assert eager.activation_gib == pytest.approx(old.activation_gib) and eager.cuda_graph_gib == 0
+
+
+def test_parts_add_up_to_the_card():
+    found = budget("Qwen3.5-4B", gpu="H200", gpu_memory_utilization=0.9, max_model_len=32768)
+    labels = [p[0] for p in found.parts()]
+    assert labels == ["weights", "non-torch", "activation", "CUDA graphs", "KV pool", "left free"]
+    assert sum(p[1] for p in found.parts()) == pytest.approx(139.8)
+
+
+def test_the_json_has_exactly_its_keys_and_null_where_nothing_is_given():
+    found = budget("Qwen3.5-4B", max_model_len=32768).as_dict()
+    assert tuple(found) == JSON_KEYS
+    assert found["weights_gib"] == 8.61 and found["attention_block_tokens"] == 528 and found["blocks_per_request"] == 66
+    for key in ("non_torch_gib", "activation_gib", "available_kv_gib", "blocks", "kv_cache_tokens", "max_concurrency", "fits"):
+        assert found[key] is None
+    full = budget("Qwen3.5-4B", gpu="A10", max_model_len=32768).as_dict()
+    for key in JSON_KEYS:
+        assert full[key] is not None
+        assert key in full["how"] or key in ("fits", "advice", "how")
+
+
+def test_quantization_names_what_stays():
+    plain, four = budget("Qwen3.5-4B", gpu="A10"), budget("Qwen3.5-4B", gpu="A10", quantization="awq")
+    assert four.weights_gib < plain.weights_gib - 4
+    for part in ("embedding", "vision"):
+        assert part in four.how["weights_gib"].split("unquantized")[1]
+
+
+def test_a_35b_in_nvfp4_is_within_its_band():
+    # h09 in startups.jsonl: 21.86 GiB, vLLM 0.20.0
+    found = budget("Qwen3.5-35B-A3B", quantization="nvfp4", vllm_version="0.20.0")
+    assert abs(found.weights_gib - 21.86) < found.band_gib["weights_gib"]
+
+
+def test_draft_layers_count_only_with_speculation():
+    plain, spec = budget("Qwen3.5-4B", gpu="H200"), budget("Qwen3.5-4B", gpu="H200", speculative_tokens=2)
+    assert spec.parameters - plain.parameters == pytest.approx(0.1206e9, rel=1e-2)
+    assert spec.pool.state_bytes - plain.pool.state_bytes == 2 * 8192 * 2
+    with pytest.raises(BadInput, match="speculative"):
+        budget("Qwen3-8B", speculative_tokens=2)
+
+
+def test_the_tightest_pipeline_stage_governs():
+    two = budget("Qwen3.5-27B", gpu="L40S", pipeline_parallel_size=2, max_model_len=32768)
+    assert two.available_kv_gib == min(two.stages_gib) and len(two.stages_gib) == 2
+    assert two.blocks == two.pool.blocks([x * 2**30 for x in two.stages_gib])
+
+
+def test_heads_are_copied_once_there_are_more_ranks_than_heads():
+    four, eight = (budget("Qwen3.5-4B", tensor_parallel_size=n) for n in (4, 8))
+    assert four.pool.token_bytes == eight.pool.token_bytes == 1024
+
+
+def test_calibration_reproduces_its_own_start_and_narrows_the_band():
+    log = "tests/data/logs/h200-vllm0.27.0-qwen3.5-4b-32768-util0.20-eager.log"
+    flags = {"gpu_memory_gib": 139.8, "max_model_len": 32768, "gpu_memory_utilization": 0.2, "enforce_eager": True}
+    plain, learned = budget("Qwen3.5-4B", **flags), budget("Qwen3.5-4B", **flags, calibrate=log)
+    assert learned.available_kv_gib == pytest.approx(15.26, abs=0.011)
+    assert learned.activation_gib == pytest.approx(3.63, abs=0.001) and learned.weights_gib == pytest.approx(8.61)
+    assert learned.band_gib["available_kv_gib"] < plain.band_gib["available_kv_gib"]
+
+
+def test_answers():
+    assert memory.smallest_card("Qwen3.5-4B", max_model_len=32768).name == "T4"
+    assert memory.smallest_card("Qwen3.5-397B-A17B", max_model_len=32768) is None
+    bought = memory.levers("Qwen3.5-4B", gpu="A10", gpu_memory_utilization=0.9, max_model_len=32768)
+    assert [x.tokens for x in bought] == sorted((x.tokens for x in bought), reverse=True)
+    text_only = next(x for x in bought if x.flag == "--language-model-only")
+    assert text_only.kv_gib > 0.6
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"gpu": "H300"}, "nearest"), ({"gpu_memory_gib": "24 apples"}, "24GB"), ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
+    ({"gpu_memory_utilization": True}, "gpu_memory_utilization"), ({"max_model_len": 0}, "max_model_len"), ({"max_model_len": -5}, "max_model_len"),
+    ({"tensor_parallel_size": 3}, "does not divide"), ({"tensor_parallel_size": 0}, "tensor_parallel_size"), ({"pipeline_parallel_size": 99}, "layers"),
+    ({"kv_cache_dtype": "fp3"}, "kv_cache_dtype"), ({"dtype": "int7"}, "dtype"), ({"block_size": 17}, "16"), ({"mamba_ssm_cache_dtype": "x"}, "mamba"),
+    ({"limit_mm_per_prompt": "{"}, "limit_mm"), ({"limit_mm_per_prompt": "[]"}, "limit_mm"), ({"speculative_tokens": -1}, "speculative"),
+    ({"nodes": 3}, "nodes"), ({"no_such_flag": 1}, "no_such_flag"), ({"available_kv_gib": "x"}, "available_kv"), ({"max_num_seqs": 2.5}, "max_num_seqs"),
+])
+def test_bad_input_is_named(change, words):
+    with pytest.raises(BadInput, match=words):
+        budget("Qwen3.5-4B", **change)
+
+
+def test_an_unknown_quantization_is_not_covered():
+    with pytest.raises(NotCovered, match="awq"):
+        budget("Qwen3.5-4B", quantization="gguf")
+
+
+def test_sizes_with_units():
+    assert parse_size(24) == parse_size("24") == parse_size("24GiB") == parse_size("24576 MiB") == 24
+    assert parse_size("24GB") == pytest.approx(24e9 / 2**30)
+    for bad in ("", "GB", "-1", "0", "1e9", None, "24 XB"):
+        with pytest.raises(BadInput):
+            parse_size(bad)
+
+
+def test_every_card_has_a_source_and_less_than_its_label():
+    assert len(cards()) >= 20 and {c.nominal_gb for c in cards()} >= {8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 180, 192}
+    for card in cards():
+        assert card.source and card.memory_gib < card.nominal_gb * 1.01
+    assert find_card("NVIDIA A10").nvidia_smi_mib == 23_028 and find_card("h200").memory_gib == 139.8
+    assert find_card("NVIDIA A100-SXM4-80GB").name == "A100 80GB"
+
+
+SHAPES = st.sampled_from(["Qwen3.5-0.8B", "Qwen3.5-4B", "Qwen3.5-27B", "Qwen3.5-35B-A3B", "Qwen3-Next-80B-A3B", "Qwen3-8B", "gemma-3-4b", "Llama-3.1-70B"])
+
+
+@settings(max_examples=300, deadline=None)
+@given(name=SHAPES, a=st.integers(1, 300_000), b=st.integers(1, 300_000), gib=st.floats(0, 200), fp8=st.booleans(), prefix=st.booleans(), version=st.sampled_from(["0.27.0", "0.18.0"]))
+def test_more_context_never_needs_less(name, a, b, gib, fp8, prefix, version):
+    low, high = sorted((a, b))
+    flags = {"kv_cache_dtype": "fp8" if fp8 else "auto", "prefix_caching": prefix, "available_kv_gib": gib, "vllm_version": version}
+    short, long = budget(name, **flags, max_model_len=low), budget(name, **flags, max_model_len=high)
+    assert short.blocks_per_request <= long.blocks_per_request
+    assert short.max_concurrency >= long.max_concurrency
+    assert short.fits or not long.fits
+    best = short.pool.longest(gib * 2**30, 300_000)
+    assert best == 0 or short.pool.fits(best, gib * 2**30)
+    assert not short.pool.fits(best + 1, gib * 2**30) or best == 300_000
+
+
+@settings(max_examples=200, deadline=None)
+@given(name=SHAPES, gib=st.floats(4, 200), u=st.floats(0.05, 0.9), seqs=st.integers(1, 2048), tokens=st.integers(16, 32768))
+def test_more_memory_never_gives_less(name, gib, u, seqs, tokens):
+    flags = {"max_model_len": 8192, "max_num_seqs": seqs, "max_num_batched_tokens": tokens}
+    base = budget(name, gpu_memory_gib=gib, gpu_memory_utilization=u, **flags)
+    assert budget(name, gpu_memory_gib=gib, gpu_memory_utilization=u + 0.05, **flags).available_kv_gib > base.available_kv_gib
+    assert budget(name, gpu_memory_gib=gib + 1, gpu_memory_utilization=u, **flags).available_kv_gib >= base.available_kv_gib - 0.17  # 70 GiB: other non-torch
+    assert budget(name, gpu_memory_gib=gib, gpu_memory_utilization=u, **flags | {"max_num_seqs": seqs + 1}).activation_gib >= base.activation_gib
+    assert budget(name, gpu_memory_gib=gib, gpu_memory_utilization=u, **flags, language_model_only=True).available_kv_gib >= base.available_kv_gib
+    assert base.as_dict()["fits"] in (True, False)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(st.sampled_from(sorted(memory.Flags.__dataclass_fields__) + ["gpu", "gpu_memory_gib", "available_kv_gib", "calibrate"]),
+                       st.one_of(st.none(), st.integers(-5, 10**9), st.floats(), st.text(max_size=8), st.booleans(), st.just("fp8"), st.lists(st.integers(), max_size=2))))
+def test_any_setting_gives_a_budget_or_a_sentence(settings_):
+    try:
+        budget(load_shape("Qwen3.5-4B"), **settings_).as_dict()
+    except RecipeError as e:
+        assert len(str(e)) > 10
+
+
+def test_neither_torch_nor_vllm_is_loaded():
+    code = "import sys; from qrecipe.memory import budget, levers; budget('Qwen3.5-4B', gpu='A10'); assert not {'torch', 'vllm', 'transformers', 'pandas', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
