@@ -134,7 +134,7 @@ def _figure(height: float, alt: str, width: float = 8.2) -> "Figure":
 
         _PICTURE = Picture
     figure = _PICTURE(figsize=(width, height), facecolor=CARD, layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.14, h_pad=0.12)
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.08)
     figure.alt = alt
     return figure
 
@@ -155,7 +155,7 @@ def _axes(figure: "Figure", title: str, xlabel: str = "", ylabel: str = "") -> A
 def _legend(figure: "Figure", handles: Sequence[Any], columns: int) -> None:
     figure.legend(
         handles=handles, loc="outside lower left", ncols=columns, frameon=False, fontsize=9, labelcolor=INK,
-        handlelength=2.2, handleheight=1.1, columnspacing=1.8,
+        handlelength=2.2, handleheight=1.1, columnspacing=1.8, borderaxespad=0.2, borderpad=0.2,
     )  # fmt: skip
 
 
@@ -177,6 +177,13 @@ def _look_of(label: str, position: int) -> int | None:
         if word.lower() in label.lower():
             return index
     return position
+
+
+def part_name(label: str, gib: float | None) -> str:
+    """A part's line in the legend; memory that is short is called missing."""
+    if gib is None:
+        return label
+    return f"{label}  {gib:.2f} GiB" if gib >= 0 else f"missing  {-gib:.2f} GiB"
 
 
 def memory_bar(
@@ -221,7 +228,7 @@ def memory_bar(
     ax.tick_params(axis="y", length=0)
     one = len(bars) == 1
     sizes = {p[0]: p[1] for bar in bars.values() for p in bar}
-    named = [f"{x}  {sizes[x]:.2f} GiB" if one and sizes[x] is not None else x for x in labels]
+    named = [part_name(x, sizes[x] if one else None) for x in labels]
     _legend(figure, [_patch(look[x], n) for x, n in zip(labels, named, strict=True)], 3)
     return figure
 
@@ -300,9 +307,12 @@ def line_plot(
     return figure
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("timeline", "patch_grid"):
-        from . import show_request
+_ELSEWHERE = {"timeline": "show_request", "patch_grid": "show_request", "memory_svg": "show_live", "dashboard": "show_live"}
 
-        return getattr(show_request, name)
+
+def __getattr__(name: str) -> Any:
+    if name in _ELSEWHERE:
+        from importlib import import_module
+
+        return getattr(import_module(f"qrecipe.{_ELSEWHERE[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

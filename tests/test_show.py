@@ -82,3 +82,42 @@ def test_lines_with_gaps_and_limits():
 def test_matplotlib_is_not_loaded_before_a_figure():
     code = "import sys, json, qrecipe.show as s; s.table([(1, 2)]); print(json.dumps([m for m in ('matplotlib', 'pandas', 'torch') if m in sys.modules]))"
     assert json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout) == []
+
+
+def test_the_live_bar_escapes_and_stays_fast():
+    import time
+    from xml.dom import minidom
+
+    began = time.perf_counter()
+    for _ in range(20):
+        page = show.memory_svg(PARTS, 139.8, 'a <b> & "c"', limit_gib=125.82, notes=["x < y " * 60])
+    assert (time.perf_counter() - began) / 20 < 0.1
+    assert "<b>" not in page and minidom.parseString(page)
+    assert "missing  1.00 GiB" in show.memory_svg([("left free", -1.0)], 8.0, "t")
+
+
+def test_a_dashboard_draws_alone_where_nobody_can_turn_knobs(monkeypatch):
+    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
+    out = show.dashboard(lambda a, b: f"<p>{a} {b}</p>", {"a": [1, 2], "b": ["x"]}, a=2)
+    assert out._repr_html_() == "<p>2 x</p>"
+
+
+def test_a_dashboard_redraws_when_a_knob_turns(monkeypatch):
+    pytest.importorskip("ipywidgets")
+    from qrecipe import show_live
+    from qrecipe.errors import BadInput
+
+    def draw(a, b):
+        if a == 3:
+            raise BadInput("no <3>")
+        return f"<p>{a} {b}</p>"
+
+    monkeypatch.setattr(show_live, "is_live", lambda: True)
+    box = show.dashboard(draw, {"a": [1, 2, 3], "b": ["x", "y"]}, a=2)
+    slider, menu, picture = box.children
+    assert picture.value == "<p>2 x</p>"
+    menu.value = "y"
+    slider.value = 1
+    assert picture.value == "<p>1 y</p>"
+    slider.value = 3
+    assert picture.value == "<p>no &lt;3&gt;</p>"

@@ -1,0 +1,116 @@
+"""What moves: sliders and menus above a memory bar that is redrawn at once, as SVG (matplotlib takes 0.2 s a drawing)."""
+
+import html
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from .show import CARD, COLORS, INK, _look_of, part_name
+
+HATCH = {0: "", 1: "M0 8L8 0", 2: "M4 4h.1", 3: "M0 0L8 8M0 8L8 0", 4: "M0 0L8 8", 5: "M4 0V8M0 4H8", 6: "M4 3a1 1 0 1 0 .1 0", 7: "M0 4H8"}
+
+
+def memory_svg(
+    parts: Sequence[Sequence[Any]], total_gib: float, title: str, *, limit_gib: float | None = None, notes: Sequence[str] = ()
+) -> str:
+    """One card's memory as an SVG of 790 × about 170 px: parts (label, GiB, …), the planning limit, lines of notes below."""
+    width, left, bar, y = 790, 12, 766, 52
+    end = max(total_gib, sum(max(0.0, p[1]) for p in parts)) or 1.0
+    scale, x = bar / end, float(left)
+    shapes, legend = [], []
+    for position, (label, gib, *_) in enumerate(parts):
+        look = _look_of(label, position)
+        fill = "#ffffff" if look is None else COLORS[look % 8]
+        size = max(0.0, gib) * scale
+        for box, at, top, across, down in (("bar", x, y, size, 46), ("key", left + position % 3 * 250, 132 + position // 3 * 22, 28, 14)):
+            target = shapes if box == "bar" else legend
+            target.append(f'<rect x="{at:.1f}" y="{top}" width="{across:.1f}" height="{down}" fill="{fill}" stroke="#8a877c" stroke-width=".6"/>')
+            if look is not None and HATCH[look % 8]:
+                target.append(f'<rect x="{at:.1f}" y="{top}" width="{across:.1f}" height="{down}" fill="url(#h{look % 8})"/>')
+        legend.append(_text(left + position % 3 * 250 + 36, 144 + position // 3 * 22, part_name(label, gib)))
+        x += size
+    if limit_gib:
+        at = left + limit_gib * scale
+        shapes.append(f'<path d="M{at:.1f} 40V106" stroke="{INK}" stroke-width="1.4" stroke-dasharray="5 3"/>')
+        shapes.append(_text(at - 4, 46, f"utilization {limit_gib / total_gib:.2f}", "end"))
+    shapes.append(f'<path d="M{left + total_gib * scale:.1f} 40V106" stroke="{INK}" stroke-width="2"/>')
+    shapes.append(_text(left + total_gib * scale, 120, f"{total_gib:.2f} GiB", "end"))
+    rows = (len(parts) + 2) // 3
+    notes = [line for note in notes for line in textwrap.wrap(note, 112)]
+    below = [_text(left, 152 + rows * 22 + i * 20, note) for i, note in enumerate(notes)]
+    height = 146 + rows * 22 + len(notes) * 20
+    hatches = "".join(
+        f'<pattern id="h{i}" width="8" height="8" patternUnits="userSpaceOnUse"><path d="{d}" stroke="{CARD}" stroke-width="1.6" stroke-linecap="round" fill="none"/></pattern>'
+        for i, d in HATCH.items()
+        if d
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img" aria-label="{html.escape(title, quote=True)}" '
+        f'style="background:{CARD};max-width:100%"><defs>{hatches}</defs>'
+        f'<text x="{left}" y="24" font-size="15" font-weight="bold" fill="{INK}" font-family="sans-serif">{html.escape(title)}</text>'
+        f"{''.join(shapes)}{''.join(legend)}{''.join(below)}</svg>"
+    )
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y}" font-size="13" text-anchor="{anchor}" fill="{INK}" font-family="sans-serif">{html.escape(text)}</text>'
+
+
+def is_live() -> bool:
+    """Whether a person's front end (JupyterLab) runs this kernel, so that widgets can answer. Unattended runs are not."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    told = shell is not None and "PAPERMILL_OUTPUT_PATH" in shell.user_ns
+    return bool(os.environ.get("JPY_SESSION_NAME")) and not told
+
+
+def dashboard(draw: Callable[..., str], controls: Mapping[str, Sequence[Any]], **start: Any) -> Any:
+    """Menus and sliders over `draw(**values) -> HTML`, redrawn on every change; `controls` maps a name to its choices.
+
+    `start` holds the first values. Where there is no live front end the drawing alone is returned.
+    """
+    values = {name: start.get(name, choices[0]) for name, choices in controls.items()}
+    if not is_live():
+        return Drawing(_try(draw, values))
+    import ipywidgets as widgets
+
+    picture = widgets.HTML(_try(draw, values))
+
+    def make(name: str, choices: Sequence[Any]) -> Any:
+        first = values[name] if values[name] in choices else choices[0]
+        shared = {"options": list(choices), "value": first, "description": name, "style": {"description_width": "9em"}}
+        numbers = all(isinstance(c, int | float) for c in choices)
+        slider = widgets.SelectionSlider if numbers else widgets.Dropdown
+        return slider(**shared, layout={"width": "34em"})
+
+    boxes = {name: make(name, choices) for name, choices in controls.items()}
+
+    def redraw(_: Any) -> None:
+        picture.value = _try(draw, {name: box.value for name, box in boxes.items()})
+
+    for box in boxes.values():
+        box.observe(redraw, names="value")
+    return widgets.VBox([*boxes.values(), picture])
+
+
+def _try(draw: Callable[..., str], values: Mapping[str, Any]) -> str:
+    from .errors import RecipeError
+
+    try:
+        return draw(**values)
+    except RecipeError as problem:
+        return f"<p>{html.escape(str(problem))}</p>"
+
+
+class Drawing:
+    """A drawing of its own in an executed notebook."""
+
+    def __init__(self, page: str) -> None:
+        self.page = page
+
+    def _repr_html_(self) -> str:
+        return self.page
+
+    def __repr__(self) -> str:
+        return "a drawing for a notebook"
