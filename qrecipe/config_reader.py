@@ -46,6 +46,15 @@ class _Fields:
             raise BadInput(f"{self.name}: {key} is {value!r}; a whole number from {lowest} is expected")
         return int(value)
 
+    def real(self, holder: dict, key: str, default: float) -> float:
+        """A positive number from `holder`, or the default where it is absent or "unknown"."""
+        value = holder.get(key)
+        if value in (None, "unknown"):
+            return default
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e9:
+            raise BadInput(f"{self.name}: {key} is {value!r}; a positive number is expected")
+        return float(value)
+
     def need(self, key: str) -> int:
         value = self.number(key)
         if value is None:
@@ -116,7 +125,9 @@ def read_config(config: dict, name: str = "config") -> ModelShape:
             shape[ours] = f.need(theirs)
         shape["state_dtype"] = _state_dtype(f, family)
     if moe:
-        every, dense = f.number("decoder_sparse_step") or 1, set(f.get("mlp_only_layers") or ())
+        every, dense = f.number("decoder_sparse_step") or 1, f.get("mlp_only_layers") or []
+        if not isinstance(dense, list):
+            raise BadInput(f"{name}: mlp_only_layers is {dense!r}; a list of layer numbers is expected")
         shape |= {"experts": f.need("num_experts"), "moe_intermediate": f.number("moe_intermediate_size") or f.need("moe_intermediate_size"),
                   "shared_intermediate": f.number("shared_expert_intermediate_size", lowest=0) or 0 if family != "qwen3_moe" else 0,
                   "experts_per_token": f.number("num_experts_per_tok") or 0,
@@ -130,6 +141,8 @@ def read_config(config: dict, name: str = "config") -> ModelShape:
 def _kinds(f: _Fields, family: str, layers: int) -> tuple[str, ...]:
     types, every = f.get("layer_types"), None
     if types is not None:
+        if not isinstance(types, list) or not all(isinstance(t, str) for t in types):
+            raise BadInput(f"{f.name}: layer_types is {str(types)[:40]!r}; a list of names is expected")
         if len(types) != layers:
             raise BadInput(f"{f.name}: layer_types names {len(types)} layers, num_hidden_layers says {layers}")
         if unknown := set(types) - set(KINDS):
@@ -173,12 +186,12 @@ def _rotary(f: _Fields, text: dict, family: str, head_dim: int, positions: int |
     rope = f.get("rope_parameters") or f.get("rope_scaling") or {}
     rope = rope if isinstance(rope, dict) else {}
     inner = rope["full_attention"] if isinstance(rope.get("full_attention"), dict) else rope
-    partial = text.get("partial_rotary_factor") or inner.get("partial_rotary_factor") or (0.25 if family in GDN_FAMILIES else 1.0)
-    kind, factor, rows = inner.get("rope_type") or inner.get("type"), float(inner.get("factor") or 1), positions or 0
+    partial = f.real(text, "partial_rotary_factor", f.real(inner, "partial_rotary_factor", 0.25 if family in GDN_FAMILIES else 1.0))
+    kind, factor, rows = inner.get("rope_type") or inner.get("type"), f.real(inner, "factor", 1.0), positions or 0
     if kind == "linear":
         rows = int(rows * factor)
     elif kind == "yarn":
-        rows = int((inner.get("original_max_position_embeddings") or rows) * factor)
+        rows = int(f.real(inner, "original_max_position_embeddings", float(rows)) * factor)
     if "mrope_section" in inner or (family in ("qwen3_5", "qwen3_5_moe") and text.get("rope_parameters") == "unknown"):
         rows *= 4
     return {"rotary_dim": int(head_dim * partial), "rotary_positions": rows + (positions or 0 if family == "gemma3" else 0)}

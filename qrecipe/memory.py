@@ -214,9 +214,10 @@ def _compute(shape: ModelShape, f: Flags, card: Card | None, total: float | None
         if seqs is None or tokens is None:
             how["defaults"] = f"max_num_seqs {seqs or default[0]}, max_num_batched_tokens {tokens or default[1]}: vLLM's defaults for {'70 GiB and more' if default[0] == 1024 else 'a card below 70 GiB (or an A100)'} where not given"
         seqs, tokens = seqs or default[0], tokens or default[1]
-    prefix = f.prefix_caching if f.prefix_caching is not None else not shape.hybrid
+    later = version_tuple(f.vllm_version) >= (0, 28)
+    prefix = f.prefix_caching if f.prefix_caching is not None else not shape.hybrid or later
     if shape.hybrid and f.prefix_caching is None:
-        how["prefix_caching"] = "off: opt-in for hybrid models in 0.27"
+        how["prefix_caching"] = "on: assumed from 0.28 on (two public logs)" if later else "off: opt-in for hybrid models in 0.27"
     pool = plan_pool(shape, dtype=dtype, kv_cache_dtype=f.kv_cache_dtype, mamba_ssm_cache_dtype=f.mamba_ssm_cache_dtype, prefix_caching=prefix,
                      speculative_tokens=spec, block_size=f.block_size, tensor_parallel_size=tp, pipeline_parallel_size=pp,
                      max_num_batched_tokens=tokens or 2048)

@@ -272,7 +272,11 @@ def _read(path: Path) -> dict:
 def _from_hub(repo: str, timeout: float = 10) -> dict:
     """config.json of a model id, from a local cache, the Hugging Face hub or ModelScope, whichever answers first."""
     import os
+    import re
     from urllib.request import urlopen
+
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
+        raise BadInput(f"{repo!r} is no model id; OWNER/NAME, a config.json or one of: {', '.join(bundled_shapes())} is expected")
 
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub")
     for found in sorted(cache.glob(f"models--{repo.replace('/', '--')}/snapshots/*/config.json")):
@@ -284,7 +288,9 @@ def _from_hub(repo: str, timeout: float = 10) -> dict:
     for url in urls:
         try:
             with urlopen(url, timeout=timeout) as answer:
-                return json.loads(answer.read(4_000_000))
+                config = json.loads(answer.read(4_000_000))
+                if isinstance(config, dict):
+                    return config
         except (OSError, ValueError):
             continue
     raise BadInput(f"config.json of {repo!r} could not be fetched; give a local config.json, or one of: {', '.join(bundled_shapes())}")

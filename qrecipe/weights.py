@@ -75,7 +75,7 @@ def serve_dtype(shape: ModelShape, dtype: str) -> str:
     name = str(dtype or "auto").removeprefix("torch.").lower()
     name = {"auto": shape.dtype, "half": "float16", "float": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(name, name)
     if name not in DTYPE_BYTES:
-        raise BadInput(f"dtype {dtype!r} is unknown; use auto, bfloat16, float16 or float32")
+        raise BadInput(f"dtype {name!r} is unknown; use auto, bfloat16, float16 or float32")
     return name
 
 

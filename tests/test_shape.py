@@ -3,9 +3,11 @@
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from qrecipe.config_reader import read_config
-from qrecipe.errors import BadInput, NotCovered
+from qrecipe.errors import BadInput, NotCovered, RecipeError
 from qrecipe.shape import SHAPES, bundled_shapes, load_shape
 
 GDN = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4}
@@ -162,3 +164,22 @@ def test_a_file_that_is_no_config(tmp_path, text):
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises((BadInput, NotCovered)):
         load_shape(path)
+
+
+JUNK = st.one_of(st.none(), st.integers(-3, 10**6), st.floats(), st.text(max_size=5), st.booleans(), st.lists(st.integers(), max_size=3), st.just({}), st.just("unknown"), st.just({"factor": "x", "rope_type": "linear"}))
+KEYS = sorted({k for c in FAMILIES.values() for k in (*c, *c.get("text_config", {}))} | {"layer_types", "rope_parameters", "quantization_config", "rope_scaling", "mlp_only_layers", "partial_rotary_factor"})
+
+
+@settings(max_examples=1000, deadline=None)
+@given(family=st.sampled_from(sorted(FAMILIES)), junk=st.dictionaries(st.sampled_from(KEYS), JUNK, max_size=3), inside=st.booleans())
+def test_a_mutated_config_gives_a_shape_or_a_sentence(family, junk, inside):
+    config = dict(FAMILIES[family])
+    if inside and "text_config" in config:
+        config["text_config"] = config["text_config"] | junk
+    else:
+        config |= junk
+    try:
+        shape = read_config(config)
+        shape.parameters()
+    except RecipeError as e:
+        assert len(str(e)) > 10
