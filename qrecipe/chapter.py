@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from .errors import BadInput
+from .model_folder import revision_of
 from .paths import project_root, runs_dir, state_dir, writable, write_whole
 from .recipe import GPU_MODEL, ServeRecipe, recipe_for
 from .serving import Server
@@ -71,7 +72,7 @@ class Chapter:
             return str(teaching_model())
         from .fetch import find_model
 
-        return str(find_model(model).path)
+        return str(find_model(model, weights=self.parameters.get("weights") != "dummy").path)
 
     def recipe(self, **changes) -> ServeRecipe:
         """The serve command of this chapter's engine, model and port."""
@@ -205,13 +206,10 @@ def model_facts(chapter: Chapter) -> dict:
     """Name, and where a pinned folder tells it, revision of the model that answered."""
     if chapter._server is None and not hasattr(chapter, "_model_dir"):
         return {}
-    facts = {"name": Path(chapter.model_dir).name if os.sep in chapter.model_dir else chapter.model_dir}
     folder = Path(chapter.model_dir)
-    if folder.parent.name == "snapshots":  # the hub's cache names a snapshot by its commit
-        facts |= {
-            "name": folder.parent.parent.name.removeprefix("models--").replace("--", "/"),
-            "revision": folder.name,
-        }
+    facts = {"name": folder.name if os.sep in chapter.model_dir else chapter.model_dir}
+    if folder.is_dir() and (revision := revision_of(folder)):
+        facts["revision"] = revision
     return facts
 
 
@@ -229,11 +227,14 @@ def teaching_model() -> Path:
 
 def exact_shape(name: str) -> Path:
     """A model folder with a real model's exact shape and no weights, for `--load-format dummy`."""
-    from .shape import bundled_config
+    from importlib.resources import files
+
     from .teaching_model import exact_shape_dir
 
     folder = state_dir() / "models" / f"{name}-shape"
-    return folder if (folder / "config.json").is_file() else exact_shape_dir(bundled_config(name), folder)
+    if not (folder / "config.json").is_file():
+        exact_shape_dir(json.loads((files("qrecipe") / f"data/shapes/{name}.json").read_text()), folder)
+    return folder
 
 
 def grace_time() -> float:

@@ -273,20 +273,9 @@ def read(file: Annotated[str, typer.Argument(help="a vLLM log, also .gz")], as_j
 @app.command()
 def doctor(as_json: Json = False) -> None:
     """The layers from driver to transformers; exit 1 with the first broken one and its mend."""
-    from dataclasses import asdict
+    from . import layers
 
-    from .layers import first_broken, inspect_layers
-
-    layers = inspect_layers()
-    mark = {True: "ok", False: "BROKEN", None: "-"}
-    lines = [f"{mark[x.ok]:7} {x.name}: found {x.found}, needed {x.needed}. {x.why}" for x in layers]
-    broken = first_broken(layers)
-    show(
-        [asdict(x) for x in layers],
-        as_json,
-        lines + ([f"first broken: {broken.name}. Mend: {broken.mend}"] if broken else []),
-    )
-    raise typer.Exit(1 if broken else 0)
+    raise typer.Exit(layers.doctor(as_json=as_json))
 
 
 @app.command()

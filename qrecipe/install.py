@@ -8,6 +8,7 @@ of everything that the environment was made from.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import os
 import shutil
@@ -63,7 +64,11 @@ def set_up(asked: str) -> str:
     try:
         from .layers import choose_engine, gather, preflight
 
-        engine, reason = choose_engine(gather(), asked)
+        version = subprocess.run(
+            [python, "-c", "import sys; print(*sys.version_info[:3])"], capture_output=True, text=True, check=True
+        )
+        facts = dataclasses.replace(gather(), python=tuple(map(int, version.stdout.split())))
+        engine, reason = choose_engine(facts, asked)
     except RecipeError as e:
         raise SetupError(str(e)) from None
     venv, inside = ROOT / ".venv", ROOT / ".venv/bin/python"
@@ -73,7 +78,7 @@ def set_up(asked: str) -> str:
     print(f"set-up: engine {engine}: {reason}", flush=True)
     if not stamp.exists():
         try:
-            preflight(gather(), engine, str(ROOT))
+            preflight(facts, engine, str(ROOT))
         except RecipeError as e:
             raise SetupError(str(e)) from None
     stamp.unlink(missing_ok=True)

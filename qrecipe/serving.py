@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
-import httpx
 import psutil
 from filelock import FileLock, Timeout
 
@@ -90,6 +89,8 @@ class Server:
 
         Raises BadInput when nothing answers, when what answers is no such server, or when it does not serve `model`.
         """
+        import httpx
+
         key = api_key or os.environ.get("VLLM_API_KEY") or os.environ.get("OPENAI_API_KEY") or "EMPTY"
         base_url = base_url.rstrip("/")
         if not base_url.startswith(("http://", "https://")):
@@ -195,9 +196,9 @@ def check_start(recipe: ServeRecipe) -> None:
     """What can be known before a start: is the model there and complete, is the port free?"""
     path = Path(recipe.model)
     if path.is_absolute() or path.exists() or recipe.model.startswith((".", "~")):
-        from .fetch import check_folder
+        from .model_folder import require_folder
 
-        check_folder(path)
+        require_folder(path, weights=recipe.load_format != "dummy")
     host = recipe.host if recipe.host != "localhost" else "127.0.0.1"
     with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
