@@ -42,7 +42,7 @@ class _Fields:
             return default
         if value is None or value == "unknown":
             return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value) or not lowest <= value <= 10**9:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not lowest <= value <= 10**9 or value != int(value):
             raise BadInput(f"{self.name}: {key} is {value!r}; a whole number from {lowest} is expected")
         return int(value)
 

@@ -266,7 +266,7 @@ def _compute(shape: ModelShape, f: Flags, card: Card | None, total: float | None
         values["stages_gib"] = tuple(free)
         values["available_kv_gib"] = min(free)
         band = bands["available_kv_gib"] = sum(v for n, v in bands.items() if n in ("weights_gib", "non_torch_gib", "activation_gib"))
-        how["available_kv_gib"] = (f"{f.utilization} × {total} − {values['weights_gib']:.2f} weights − {values['non_torch_gib']:.2f} non-torch − {values['activation_gib']:.2f} activation"
+        how["available_kv_gib"] = (f"{f.utilization} × {round(total, 2)} − {values['weights_gib']:.2f} weights − {values['non_torch_gib']:.2f} non-torch − {values['activation_gib']:.2f} activation"
                                    f"{' (the tightest pipeline stage)' if pp > 1 else ''}; ± {band:.2f}")
         if f.utilization * total > total - 0.5:
             advice.append(f"gpu_memory_utilization {f.utilization} asks for more than is free at start: the CUDA context takes about 0.5 GiB")
@@ -317,7 +317,7 @@ def _judge(advice: list, values: dict, shape: ModelShape, f: Flags, pool: Pool, 
     """Whether the start succeeds; where it does not, `advice` gets the flags that mend it, ready to paste."""
     seqs, blocks, kv, low = values["max_num_seqs"], values["blocks"], values["available_kv_gib"], values["blocks_range"][0]
     tight = shape.hybrid and seqs is not None and not f.enforce_eager  # each running sequence needs a block of its own
-    fewer = f" --max-num-seqs {blocks}" if tight and seqs > blocks > 0 else ""
+    fewer = f" --max-num-seqs {blocks}" if 0 < blocks < (seqs or 256) and shape.hybrid and not f.enforce_eager else ""
     need = pool.need(length) * pool.pool_block_bytes / GIB
     if kv <= 0:
         advice.append(f"no memory is left for the KV cache ({kv:.2f} GiB): raise --gpu-memory-utilization, quantize the weights, or take a larger card or more of them")
@@ -326,10 +326,12 @@ def _judge(advice: list, values: dict, shape: ModelShape, f: Flags, pool: Pool, 
         best = pool.longest(each, length)
         advice.append(f"one request of {length} tokens needs {need:.2f} GiB of KV cache, {kv:.2f} GiB are there: " + (f"--max-model-len {best}{fewer} fits" if best else "not even one token fits"))
         return False
-    if fewer:
+    if fewer and seqs:
         whose = "given" if f.max_num_seqs else "default"
         advice.append(f"the {whose} max_num_seqs {seqs} is more than the {blocks} cache blocks, and each running sequence needs one:{fewer} fits")
         return False
+    if shape.hybrid and seqs is None and not f.enforce_eager and blocks < 1024:
+        advice.append(f"each running sequence needs a block of its own: --max-num-seqs {blocks} or less (the default is 1024 from 70 GiB on, else 256)")
     if low < pool.need(length) or (tight and low < seqs):
         advice.append("this is close: within the error band the start may also fail; calibrate on a log of this card, or leave room")
     if f.data_parallel_size > 1:
