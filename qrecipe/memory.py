@@ -352,6 +352,8 @@ def learn(log: Any, model: Any = None) -> Calibration:
     from qrecipe.startup_log import read_log
 
     log = read_log(log) if isinstance(log, (str, Path)) else log
+    if not hasattr(log, "figures"):
+        raise BadInput(f"calibrate is {log!r}; the file of a start-up log is expected")
     if log.consumed_gib is None and log.available_kv_gib is None and log.weights_gib is None:
         raise BadInput("the log holds no memory figures to calibrate from; give the log of a complete start of vLLM")
     shape = load_shape(model)
