@@ -3,14 +3,15 @@
 The server's histograms count seconds in sums and samples, so that sum / samples of a difference is the mean over what
 came in between: one request, if nobody else asked. Names as in vLLM 0.27.0 (v1/metrics/loggers.py). Its inter-token
 histogram has one sample per engine step, its TTFT starts when the API server has read the request (before it
-tokenises), and both end inside the server: the HTTP on the way back is ours alone.
+tokenises), and both end inside the server: HTTP both ways is ours alone. `round_trip` measures that part by itself.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .dissection import Dissection
 from .errors import RequestFailed
@@ -130,19 +131,41 @@ def difference(before: Snapshot, after: Snapshot) -> ServerSide:
     )
 
 
-def compare(ours: Dissection, server: ServerSide) -> list[Comparison]:
+def round_trip(client: Any, messages: list[dict], repeat: int = 7) -> float:
+    """Seconds that HTTP takes both ways, without the model: the median of `repeat` refusals.
+
+    The same messages go to the same address under a model name that nobody serves: the server reads and checks the
+    request and answers 404. That is the part of a TTFT which only the client's clock sees.
+    """
+    from openai import NotFoundError
+
+    client, times = client.with_options(max_retries=0), []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        try:
+            client.chat.completions.create(model="qrecipe-no-such-model", messages=messages)
+        except NotFoundError:
+            times.append(time.perf_counter() - start)
+    if not times:
+        raise RequestFailed(f"{client.base_url} answers under any model name: HTTP alone cannot be measured with it.")
+    return statistics.median(times)
+
+
+def compare(ours: Dissection, server: ServerSide, http: float = 0.0) -> list[Comparison]:
     """Our clock beside the server's for one request on an otherwise idle server.
 
-    Tokens are held against each other one by one; ITL per engine step where a step made several tokens.
+    `http` seconds (from `round_trip`) are taken off our TTFT and E2E first, as the server cannot see them. Tokens are
+    held against each other one by one; ITL per engine step where a step made several tokens.
     Raises RequestFailed when the server counted other requests as well.
     """
     if server.requests != 1:
         raise RequestFailed(f"the server finished {server.requests} requests in between, not 1: hold the clock against an idle server.")
     gaps = ours.itl if server.steps == len(ours.itl) else ours.steps
+    less = " - HTTP" if http else ""
     pairs = [
-        ("TTFT", ours.ttft, server.ttft),
+        ("TTFT" + less, ours.ttft and ours.ttft - http, server.ttft),
         ("ITL, mean", sum(gaps) / len(gaps) if gaps else None, server.itl),
-        ("E2E", ours.e2e, server.e2e),
+        ("E2E" + less, ours.e2e and ours.e2e - http, server.e2e),
     ]
     out = []
     for name, a, b in pairs:

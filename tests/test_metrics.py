@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 from openai import OpenAI
-from replay import Reply, replay
+from replay import Reply, error, replay
 from test_request import ASK, CHAT
 
 from qrecipe.dissection import Chunk, Dissection
 from qrecipe.errors import RequestFailed
-from qrecipe.metrics import Snapshot, compare, difference, parse_metrics, read_metrics
+from qrecipe.metrics import Snapshot, compare, difference, parse_metrics, read_metrics, round_trip
 from qrecipe.request import dissect
 
 PAGE = """\
@@ -66,6 +66,20 @@ def test_clocks_agree_within_three_milliseconds_or_five_percent():
     assert all(r.agrees for r in rows.values()) and rows["TTFT"].difference == pytest.approx(1.0)
     rows = {r.name: r for r in compare(ours(ttft=0.11), difference(Snapshot({}), after()))}
     assert not rows["TTFT"].agrees and rows["ITL, mean"].agrees
+
+
+def test_http_is_taken_off_what_the_server_cannot_see():
+    rows = {r.name: r for r in compare(ours(ttft=0.11), difference(Snapshot({}), after()), http=0.009)}
+    assert rows["TTFT - HTTP"].agrees and rows["TTFT - HTTP"].ours == pytest.approx(101)
+    assert rows["ITL, mean"].ours == pytest.approx(20.1)
+
+
+def test_round_trip_is_the_time_of_a_refusal():
+    slow = error(404, "The model `qrecipe-no-such-model` does not exist.")
+    slow.pieces[0] = (0.02, slow.pieces[0][1])
+    with replay(*[slow] * 3) as (url, seen):
+        seconds = round_trip(OpenAI(base_url=url, api_key="none"), ASK["messages"], repeat=3)
+    assert 0.02 <= seconds < 0.2 and len(seen) == 3 and seen[0]["messages"] == ASK["messages"]
 
 
 def test_several_tokens_a_step_are_compared_by_step():
