@@ -75,6 +75,7 @@ TEXTS = [
     (b"rchitecture", "architecture", re.compile("Resolved a$"), re.compile(rf"rchitectures?: {_NAME}")),
     (b"version", "vllm_version", re.compile(r"(?:vLLM API server|█|vLLM) $"), re.compile(r"version v?(\d[\w.+-]{0,40})")),
     (b"LLM engine (v", "vllm_version", None, re.compile(r"LLM engine \(v(\d[\w.+-]{0,40})\)")),
+    (b"Starting to load model", "model", None, re.compile(r"Starting to load model (\S{1,200}?)(?:\.\.\.|\s|$)")),
     (b"backend", "attention", re.compile(rf"Using {_NAME} (?:attention )?$"), re.compile("backend out of potential")),
     (b"backend", "attention", re.compile(r"Using ([A-Z]\w+(?: Attention)?) $"), re.compile(r"backend(?: on V1 engine)?\.")),
     (b"backend", "attention", re.compile("KV cache layout for (CPU_ATTN) $"), re.compile("backend")),

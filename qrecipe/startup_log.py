@@ -27,7 +27,7 @@ JSON_KEYS = (
 MORE_KEYS = (
     "total_gib", "free_gib", "utilization", "requested_gib", "non_torch_gib", "mamba_padding_pct", "gpu_blocks",
     "max_num_batched_tokens", "weights_read_seconds", "warmup_seconds", "capture_seconds", "mm_warmup_seconds",
-    "architecture",
+    "architecture", "model",
 )  # fmt: skip
 
 
@@ -157,6 +157,8 @@ class _Start:
 
     def finish(self) -> StartupLog:
         figures: dict[str, Any] = dict(self.texts)
+        if named := self.config.get("model") or self.flags.get("model"):
+            figures.setdefault("model", named)
         labels = list(dict.fromkeys(k for name in words.RANK_FIELDS for k in self.values.get(name, {})))
         ranks = ranks_of(labels, self.values)
         tightest = min(
@@ -285,7 +287,7 @@ class _Reader:
             return
         groups = [*(found_left.groups() if found_left else ()), *found.groups()]
         if isinstance(names, str):  # a name, not a figure
-            target = self.start.texts if names in ("architecture", "vllm_version") else self.start.backends
+            target = self.start.texts if names in ("architecture", "vllm_version", "model") else self.start.backends
             value = next((g for g in groups if g), None)
             if value:
                 target.setdefault(names, value)
