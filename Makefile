@@ -18,7 +18,7 @@ setup:
 	@$(PYTHON) -m qrecipe.install --engine $(ENGINE)
 
 lab: setup
-	@$(BIN)/jupyter lab --notebook-dir=. notebooks/01_size_gpu.ipynb
+	@$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS) notebooks/01_size_gpu.ipynb
 
 lint: setup
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
