@@ -1,6 +1,7 @@
 """ServeRecipe: every `vllm serve` flag that the book uses, typed, with the environment that the engine wants."""
 
 import json
+import os
 import shlex
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -123,6 +124,8 @@ def recipe_for(engine: str, model: str, *, port: int = 8000, weights: str = "rea
     """The book's recipe for an engine ("cpu" or "gpu").
 
     The CPU engine adds what two cores need: four sequences, no graph capture, no video, one GiB of KV cache.
+    `$QRECIPE_SERVE_EXTRA` holds more words for the end of the command line, for what only this machine needs:
+    QRECIPE_SERVE_EXTRA="--gdn-prefill-backend triton".
     """
     local = Path(model).is_dir()
     env = {"VLLM_NO_USAGE_STATS": "1"}
@@ -134,4 +137,9 @@ def recipe_for(engine: str, model: str, *, port: int = 8000, weights: str = "rea
         env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "QRECIPE_SHARE_TOKENIZER": "1"}
     if weights == "dummy":
         flags["load_format"] = "dummy"
+    try:
+        words = tuple(shlex.split(os.environ.get("QRECIPE_SERVE_EXTRA", "")))
+    except ValueError as e:
+        raise BadInput(f"QRECIPE_SERVE_EXTRA cannot be read as words of a command line ({e}): close its quotes") from None
+    changes["extra"] = words + tuple(changes.get("extra", ()))
     return ServeRecipe(**{**flags, "env": env, **changes})
