@@ -97,9 +97,13 @@ class Chapter:
         """The served model's tokenizer (transformers). A foreign server's is looked up by its root name."""
         if not hasattr(self, "_tokenizer"):
             from transformers import AutoTokenizer
+            from transformers.utils import logging
 
             where = self.model_dir if Path(self.model_dir).is_dir() else teaching_model()
+            before = logging.get_verbosity()
+            logging.set_verbosity_error()  # it warns of another vendor's tokenizer whenever a vocabulary is this large
             self._tokenizer = AutoTokenizer.from_pretrained(where)
+            logging.set_verbosity(before)
         return self._tokenizer
 
 
@@ -218,9 +222,8 @@ def teaching_model() -> Path:
     from . import teaching_model as package
 
     digest = hashlib.sha256()
-    for file in sorted(Path(package.__file__).parent.iterdir()):
-        if file.is_file():
-            digest.update(file.read_bytes())
+    for name in ("trained.safetensors", "config.json", "chat_template.jinja", "build.py", "weights.py", "tokenizer.py"):
+        digest.update((Path(package.__file__).parent / name).read_bytes())
     folder = state_dir() / "models" / f"teaching-model-{digest.hexdigest()[:10]}"
     return folder if (folder / "config.json").is_file() else package.build(folder)
 
