@@ -1,0 +1,108 @@
+"""The book's drawn pictures: one flat figure on a plain background, and what the teaching model says about it.
+
+`draw` makes the picture that a chapter sends; `random_picture` makes those that the model is trained and tested on.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import TYPE_CHECKING
+
+from qrecipe.errors import BadInput
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SHAPES = {"circle": "圆形", "square": "正方形", "triangle": "三角形", "star": "五角星"}
+COLOURS = {
+    "red": ("红色", (220, 40, 40)),
+    "green": ("绿色", (30, 150, 60)),
+    "blue": ("蓝色", (40, 80, 210)),
+    "yellow": ("黄色", (240, 200, 30)),
+    "purple": ("紫色", (140, 50, 170)),
+    "black": ("黑色", (25, 25, 25)),
+}
+QUESTIONS = {"en": "What is in this picture?", "zh": "这张图里有什么？"}
+_FINE = 3  # drawn this many times larger, then made smaller, so that slanted edges are smooth
+
+
+def _corners(shape: str, x: float, y: float, radius: float) -> list[tuple[float, float]]:
+    if shape == "square":
+        half = radius * 0.8
+        return [(x - half, y - half), (x + half, y - half), (x + half, y + half), (x - half, y + half)]
+    points, inner = (3, 1.0) if shape == "triangle" else (10, 0.42)
+    return [
+        (
+            x + radius * (inner if n % 2 and points == 10 else 1.0) * math.sin(2 * math.pi * n / points),
+            y - radius * (inner if n % 2 and points == 10 else 1.0) * math.cos(2 * math.pi * n / points),
+        )
+        for n in range(points)
+    ]
+
+
+def _paint(shape, fill, width, height, x, y, radius, background) -> Image:
+    from PIL import Image, ImageDraw
+
+    image = Image.new("RGB", (width, height), background)
+    # Only the box around the figure is drawn fine: the rest is one colour.
+    left, top = math.floor(x - radius) - 1, math.floor(y - radius) - 1
+    side = math.ceil(2 * radius) + 3
+    tile = Image.new("RGB", (side * _FINE, side * _FINE), background)
+    pen, cx, cy, r = ImageDraw.Draw(tile), (x - left) * _FINE, (y - top) * _FINE, radius * _FINE
+    if shape == "circle":
+        pen.ellipse((cx - r, cy - r, cx + r, cy + r), fill=fill)
+    else:
+        pen.polygon(_corners(shape, cx, cy, r), fill=fill)
+    image.paste(tile.resize((side, side), Image.Resampling.BOX), (left, top))
+    return image
+
+
+def draw(
+    shape: str,
+    colour: str,
+    *,
+    width: int = 448,
+    height: int = 448,
+    centre: tuple[float, float] | None = None,
+    radius: float | None = None,
+    background: str | tuple[int, int, int] = "white",
+) -> Image:
+    """A picture of `width` × `height` pixels with one figure.
+
+    `centre` (pixels from the upper left corner) is the middle by default, `radius` (pixels, of the circle around the
+    figure) a quarter of the shorter side.
+    """
+    if shape not in SHAPES or colour not in COLOURS:
+        raise BadInput(
+            f"there is no figure {colour} {shape}; shapes are {', '.join(SHAPES)}, colours {', '.join(COLOURS)}."
+        )
+    x, y = centre or (width / 2, height / 2)
+    return _paint(shape, COLOURS[colour][1], width, height, x, y, radius or min(width, height) / 4, background)
+
+
+def random_picture(
+    rng: random.Random, *, sides: tuple[int, int] = (256, 448), step: int = 32
+) -> tuple[Image, str, str]:
+    """A picture with its shape and colour, all at random: sides, place, size, tint, pale background.
+
+    Sides are multiples of `step` pixels within `sides`.
+    """
+    shape, colour = rng.choice(list(SHAPES)), rng.choice(list(COLOURS))
+    width, height = (rng.randrange(sides[0], sides[1] + 1, step) for _ in range(2))
+    radius = min(width, height) * rng.uniform(0.14, 0.42)
+    x, y = rng.uniform(radius, width - radius), rng.uniform(radius, height - radius)
+    fill = tuple(min(255, max(0, value + rng.randint(-15, 15))) for value in COLOURS[colour][1])
+    background = "white" if rng.random() < 0.4 else tuple(rng.randint(215, 255) for _ in range(3))
+    return _paint(shape, fill, width, height, x, y, radius, background), shape, colour
+
+
+def reply(shape: str, colour: str, language: str = "en") -> tuple[str, str]:
+    """(reasoning, content): what the model says about a picture of one figure."""
+    if language == "zh":
+        shape, colour = SHAPES[shape], COLOURS[colour][0]
+        return f"背景是单色的，上面只有一个图形：{colour}，{shape}。", f"图里是一个{colour}的{shape}。"
+    return (
+        f"The background is plain and there is one figure on it. Its colour is {colour} and its shape is a {shape}.",
+        f"The picture shows a {colour} {shape}.",
+    )
