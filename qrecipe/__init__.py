@@ -7,6 +7,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "begin": "chapter",
     "finish": "chapter",
+    "skip": "chapter",
     "ServeRecipe": "recipe",
     "Server": "serving",
     "ModelShape": "shape",

@@ -2,6 +2,7 @@
 
 A chapter passes when papermill's exit code is 0 AND every code cell has an execution count AND the closing line was
 printed AND its JSON is there. papermill's own status fields are not asked: after a dead kernel they say "completed".
+A chapter that says it cannot run here (`qrecipe.skip`) is skipped: neither passed nor failed.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from pathlib import Path
 import nbformat
 
 from . import serving
-from .chapter import CLOSING, Chapter, check_values, device_name, versions
+from .chapter import CLOSING, SKIPPED, Chapter, check_values, device_name, versions
 from .errors import BadInput
 from .paths import project_root, runs_dir, writable, write_whole
 
@@ -116,6 +117,8 @@ def judge(executed: Path, record: Path, exit_code: int | None) -> Verdict:
         )
     elif exit_code != 0:
         verdict.reason = f"papermill ended with exit code {exit_code}"
+    elif SKIPPED.format(name=executed.stem) in printed.splitlines() and (told := _record(record)).get("status") == "skipped":
+        verdict.status, verdict.reason = "skipped", told.get("why", "")
     elif CLOSING.format(name=executed.stem) not in printed.splitlines():
         verdict.reason = "the closing line was not printed: finish() was not reached"
     elif not record.is_file():
@@ -123,6 +126,18 @@ def judge(executed: Path, record: Path, exit_code: int | None) -> Verdict:
     else:
         verdict.status, verdict.measured = "passed", json.loads(record.read_text()).get("measured", {})
     return verdict
+
+
+def _record(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def needs_whole_gpu(notebook: Path) -> bool:
+    """Whether this chapter keeps an LLM of its own, which on a GPU cannot stand beside the server."""
+    return "batch.Offline(" in notebook.read_text()
 
 
 def run_book(
@@ -147,6 +162,8 @@ def run_book(
     shares = sort_parameters(notebooks, given)
     attached = given.get("base_url")
     engine, reason = ("attached", f"base_url {attached}") if attached else choose_engine(gather(), given["engine"])
+    alone = [p for p in notebooks if engine == "gpu" and needs_whole_gpu(p)]
+    notebooks = [p for p in notebooks if p not in alone] + alone
     folder = new_run_folder(out)
     stage = Chapter("run", engine, reason, given, device_name(), versions())
     say(f"engine {engine}: {reason}\nrun folder {folder}")
@@ -155,10 +172,13 @@ def run_book(
         try:
             if attached:
                 serving.Server.attach(attached)
-            elif any(".server(" in p.read_text() for p in notebooks):
+            elif any(".server(" in p.read_text() for p in notebooks if p not in alone):
                 held = serving.launch(stage.recipe(), log_dir=folder)
                 say("server starting (chapters that need it wait for it)")
             for notebook in notebooks:
+                if held and notebook in alone:
+                    say(f"{notebook.stem} needs the GPU for itself: leaving the server")
+                    serving.leave(held, wait=60)
                 left = run_limit - (time.time() - began)
                 verdicts.append(
                     run_chapter(
@@ -174,6 +194,7 @@ def run_book(
                 say(
                     f"{v.name}: {v.status}, {v.seconds:.0f} s"
                     + (f" - cell {v.cell or '?'}: {v.reason}" if v.status == "failed" else "")
+                    + (f" - {v.reason}" if v.status == "skipped" else "")
                 )
         finally:
             if held:

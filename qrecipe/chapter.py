@@ -13,13 +13,14 @@ from pathlib import Path
 
 import psutil
 
-from .errors import BadInput
+from .errors import BadInput, ChapterSkipped
 from .model_folder import revision_of
 from .paths import project_root, runs_dir, state_dir, writable, write_whole
 from .recipe import GPU_MODEL, ServeRecipe, recipe_for
 from .serving import Server
 
 CLOSING = "qrecipe: {name} complete"
+SKIPPED = "qrecipe: {name} skipped"
 INJECTED = ("PAPERMILL_INPUT_PATH", "PAPERMILL_OUTPUT_PATH")
 CHOICES = {"engine": ("auto", "cpu", "gpu"), "weights": ("real", "dummy")}
 _current: "Chapter | None" = None
@@ -73,6 +74,11 @@ class Chapter:
         from .fetch import find_model
 
         return str(find_model(model, weights=self.parameters.get("weights") != "dummy").path)
+
+    @property
+    def folder(self) -> Path:
+        """Where this chapter writes: beside its executed copy, else a run folder of its own."""
+        return out_dir(self)
 
     def recipe(self, **changes) -> ServeRecipe:
         """The serve command of this chapter's engine, model and port."""
@@ -176,24 +182,46 @@ def finish(measured: dict | None = None, next_step: str = "", **facts) -> None:
     if chapter is None:
         raise BadInput("finish() without begin(): run the chapter from its first cell")
     pairs = {k: v if isinstance(v, tuple) else (v, "") for k, v in (measured or {}).items()}
-    record = {
-        "chapter": chapter.name, "status": "complete", "engine": chapter.engine, "weights": chapter.weights, "device": chapter.device,
-        "versions": chapter.versions, "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "seconds": round(time.time() - chapter.began, 1), "measured": {k: {"value": v, "unit": u} for k, (v, u) in pairs.items()},
-        "model": model_facts(chapter), **facts,
-    }  # fmt: skip
     from .show import table
 
     if pairs:
         _display(table([(k, _number(v), u) for k, (v, u) in pairs.items()], ["measured", "value", "unit"]))
     if next_step:
         print(f"Next: {next_step}")
+    _close(chapter, "complete", {k: {"value": v, "unit": u} for k, (v, u) in pairs.items()}, facts)
+    print(CLOSING.format(name=chapter.name))
+
+
+def skip(why: str) -> None:
+    """Close the chapter here because it cannot run on this machine now; `why` is one sentence that says what would mend it.
+
+    Writes NAME.json with status "skipped" and prints the line that a run is judged by. In JupyterLab the cell then stops
+    with ChapterSkipped, so that no later cell is reached; in an unattended run the later cells are passed over.
+    """
+    chapter = _current
+    if chapter is None:
+        raise BadInput("skip() without begin(): run the chapter from its first cell")
+    print(why)
+    _close(chapter, "skipped", {}, {"why": why})
+    print(SKIPPED.format(name=chapter.name))
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if shell is None or (os.environ.get("JPY_SESSION_NAME") and not _unattended()):
+        raise ChapterSkipped(why)
+    shell.input_transformers_post.append(lambda lines: [])
+
+
+def _close(chapter: Chapter, status: str, measured: dict, facts: dict) -> None:
+    """Write NAME.json and leave the server."""
+    record = {
+        "chapter": chapter.name, "status": status, "engine": chapter.engine, "weights": chapter.weights, "device": chapter.device,
+        "versions": chapter.versions, "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "seconds": round(time.time() - chapter.began, 1), "measured": measured, "model": model_facts(chapter), **facts,
+    }  # fmt: skip
     path = out_dir(chapter) / f"{chapter.name}.json"
     write_whole(path, json.dumps(record, indent=1, ensure_ascii=False, default=_plain_number) + "\n")
     if chapter._server is not None:
         chapter._server.leave(wait=45.0 if grace_time() == 0 else 0.0)
     print(f"wrote {_near(path)}")
-    print(CLOSING.format(name=chapter.name))
 
 
 def out_dir(chapter: Chapter) -> Path:
@@ -242,11 +270,15 @@ def exact_shape(name: str) -> Path:
 
 def grace_time() -> float:
     """Seconds that a server outlives its last owner: ten minutes in JupyterLab, none in unattended runs and on the command line."""
+    return 600.0 if os.environ.get("JPY_SESSION_NAME") and not _unattended() else 0.0
+
+
+def _unattended() -> bool:
+    """True when papermill runs this kernel, be it from a terminal in JupyterLab."""
     try:
-        unattended = "papermill" in " ".join(psutil.Process().parent().cmdline())
+        return "papermill" in " ".join(psutil.Process().parent().cmdline())
     except (psutil.Error, AttributeError):
-        unattended = False
-    return 600.0 if os.environ.get("JPY_SESSION_NAME") and not unattended else 0.0
+        return False
 
 
 def versions() -> dict[str, str]:

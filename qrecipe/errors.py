@@ -30,3 +30,7 @@ class RequestFailed(RecipeError):
     """A request that the server refused or did not finish."""
 
     exit_code = 1
+
+
+class ChapterSkipped(RecipeError):
+    """A chapter that cannot run on this machine now; the message says why."""

@@ -42,6 +42,49 @@ def test_a_chapter_that_ends_well_passes_with_its_figures(tmp_path):
     assert record["engine"] == "cpu" and record["versions"]["vllm"] == "0.27.0+cpu" and record["device"]
 
 
+def test_a_chapter_that_cannot_run_here_is_skipped_with_its_reason_and_no_later_cell_runs(tmp_path):
+    verdict = execute(tmp_path, OPEN, "qrecipe.skip('no room on the GPU')", "1 / 0", CLOSE)
+    assert (verdict.status, verdict.reason, verdict.measured) == ("skipped", "no room on the GPU", {})
+    record = json.loads((tmp_path / "out" / "01_x.json").read_text())
+    assert (record["status"], record["why"]) == ("skipped", "no room on the GPU")
+
+
+def test_the_skipped_line_alone_does_not_skip(tmp_path):
+    verdict = execute(tmp_path, OPEN, "print('qrecipe: 01_x skipped')")
+    assert verdict.status == "failed" and "closing line" in verdict.reason
+
+
+def test_in_jupyterlab_a_skipped_chapter_stops_there(monkeypatch, tmp_path, capsys):
+    from qrecipe import chapter
+    from qrecipe.errors import ChapterSkipped
+
+    monkeypatch.setenv("QRECIPE_OUT", str(tmp_path))
+    monkeypatch.setattr(chapter, "_current", chapter.Chapter("01_x", "cpu", "", {}, "", {}))
+    with pytest.raises(ChapterSkipped, match="no room"):
+        chapter.skip("no room")
+    assert "qrecipe: 01_x skipped" in capsys.readouterr().out.splitlines()
+
+
+def test_on_a_gpu_the_chapter_that_needs_all_of_it_goes_last_and_the_server_is_left_before(monkeypatch, tmp_path):
+    notebooks = [write(tmp_path / "in", 'engine = "auto"\nweights = "real"', f"# {i} {what}", name=f"0{i}_x")
+                 for i, what in [(6, "chapter.server()"), (7, "chapter.server() batch.Offline(script)"), (8, "chapter.server()")]]  # fmt: skip
+    seen = []
+    monkeypatch.setattr(book, "find_notebooks", lambda names: notebooks)
+    monkeypatch.setattr("qrecipe.layers.choose_engine", lambda facts, asked: (asked, "stub"))
+    monkeypatch.setattr(book.Chapter, "recipe", lambda self: None)
+    monkeypatch.setattr(book.serving, "launch", lambda recipe, log_dir: seen.append("launch") or tmp_path)
+    monkeypatch.setattr(book.serving, "leave", lambda folder, wait: seen.append("leave"))
+    monkeypatch.setattr(book, "run_chapter", lambda p, *rest: seen.append(p.stem) or book.Verdict(p.stem, "skipped"))
+    monkeypatch.setattr(book, "write_run", lambda *rest: None)
+    for engine, order in [
+        ("gpu", ["launch", "06_x", "08_x", "leave", "07_x", "leave"]),
+        ("cpu", ["launch", "06_x", "07_x", "08_x", "leave"]),
+    ]:
+        seen.clear()
+        passed, _ = book.run_book(parameters={"engine": engine}, out=tmp_path / engine, say=lambda text: None)
+        assert passed and seen == order
+
+
 @pytest.mark.parametrize(
     "cells, reason, line",
     [

@@ -1,0 +1,144 @@
+"""vLLM's `LLM` class in a process of its own, so that its memory is given back when it ends."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .child import Child
+from .errors import RequestFailed, ServerFailed
+
+LLM_SHARE = 0.92  # of the GPU's memory: the default of vLLM 0.27.0's LLM class
+START_LIMIT = 1200.0  # seconds that the LLM may take to start
+
+
+def no_room(memory: tuple[float, float] | None, share: float = LLM_SHARE) -> str | None:
+    """Why an LLM that plans with `share` of the GPU cannot start: None when it can, or when there is no GPU.
+
+    `memory` is (total, free) in GiB, as `gpu_memory` finds it.
+    """
+    if memory is None or memory[1] >= share * memory[0]:
+        return None
+    total, free = memory
+    return (
+        f"LLM asks for {share:.2f} of the GPU's {total:.1f} GiB, that is {share * total:.1f} GiB, and {free:.1f} GiB "
+        "are free: a server holds the rest. Stop it first (qrecipe stop), and run this chapter without base_url"
+    )
+
+
+def gpu_memory(wait: float = 0.0, share: float = LLM_SHARE) -> tuple[float, float] | None:
+    """(total, free) GiB of the first GPU that CUDA may use, None without one.
+
+    With `wait`, looks again for that many seconds while less than `share` is free: a server that has just ended gives
+    its memory back a moment later.
+    """
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "0"
+        handle = pynvml.nvmlDeviceGetHandleByIndex(int(first)) if first.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(first)
+        deadline = time.monotonic() + wait
+        while True:
+            found = pynvml.nvmlDeviceGetMemoryInfo(handle)
+            if found.free >= share * found.total or time.monotonic() > deadline:
+                return found.total / 2**30, found.free / 2**30
+            time.sleep(0.5)
+    except pynvml.NVMLError:
+        return None
+
+
+class Place(NamedTuple):
+    """Where an LLM of this chapter would run: engine ("cpu" or "gpu"), model folder or hub id, and why not (None: it can)."""
+
+    engine: str
+    model: str
+    why_not: str | None
+
+
+def place(chapter: Any, share: float = LLM_SHARE) -> Place:
+    """Whether LLM can run here beside what runs already: the GPU must have room, an attached server's model be at hand."""
+    from .layers import choose_engine, gather
+
+    engine, asked = chapter.engine, chapter.parameters.get("model", "auto")
+    if engine == "attached":
+        engine, _ = choose_engine(gather(), chapter.parameters.get("engine", "auto"))
+    if engine == "gpu" and (why := no_room(gpu_memory(wait=20, share=share), share)):
+        return Place(engine, "", why)
+    model = chapter.model_dir if chapter.engine != "attached" or asked == "auto" else asked
+    if chapter.engine == "attached" and not Path(model).is_dir():
+        return Place(engine, model, f"the attached server's model {model} is no folder on this machine, and LLM must load one: give its folder as parameter model, or run this chapter without base_url")
+    return Place(engine, model, None)
+
+
+class Offline:
+    """A script that keeps an `LLM` and answers each JSON line with one: {"error": …} or what it was asked for.
+
+    The script's first line is the arguments of LLM. Its log (vLLM's, and any traceback) is `log`.
+    """
+
+    def __init__(
+        self, script: Path, arguments: dict, *, log: Path, env: dict | None = None,
+        on_progress: Callable[[float | None, Path], None] | None = None,
+    ):  # fmt: skip
+        self.child = Child([sys.executable, str(script)], log, env)
+        self.log = self.child.log
+        report = (lambda seconds: on_progress(seconds, self.log)) if on_progress else None
+        began = time.monotonic()
+        self._exchange(arguments, START_LIMIT, report)
+        self.ready_seconds = time.monotonic() - began
+        if on_progress:
+            on_progress(None, self.log)
+
+    def ask(self, *, timeout: float = 600.0, **job: Any) -> Any:
+        """Send a job and wait for its answer. ServerFailed with the log's cause when the process ends meanwhile."""
+        return self._exchange(job, timeout)
+
+    def _exchange(self, message: dict, timeout: float, on_wait: Callable | None = None) -> Any:
+        try:
+            self.child.send(json.dumps(message))
+            line = self.child.readline(timeout, on_wait)
+            if line is None:
+                self.child.process.wait(10)
+                raise ServerFailed(self.child.why())
+            answer = json.loads(line)
+        except TimeoutError:
+            self.close()
+            raise ServerFailed(f"no answer within {timeout:.0f} s, so the process was ended; its log: {self.log}") from None
+        except ValueError:
+            self.close()
+            raise ServerFailed(f"the script wrote {line[:80]!r} where a line of JSON was expected") from None
+        except BaseException:  # interrupted: an answer still to come would be taken for the next one's
+            self.close()
+            raise
+        if isinstance(answer, dict) and "error" in answer:
+            raise RequestFailed(answer["error"])
+        return answer
+
+    def close(self) -> list[int]:
+        """End the process and give its memory back. Returns ids of processes that could not be ended."""
+        return self.child.end(patience=5.0)
+
+
+def extra_arguments(words: Sequence[str]) -> dict:
+    """Words of a `vllm serve` command line as arguments of LLM: --max-num-seqs 8 becomes {"max_num_seqs": 8}."""
+    out: dict[str, Any] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, given, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            out[name] = _value(value) if given else True
+        elif name:
+            out[name] = _value(word)
+    return out
+
+
+def _value(word: str) -> Any:
+    try:
+        return json.loads(word)
+    except ValueError:
+        return word

@@ -1,0 +1,160 @@
+"""`vllm bench serve` run and its JSON read, with what the server's /metrics page said meanwhile."""
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from .child import Child
+from .errors import BadInput, RequestFailed, ServerFailed
+from .metrics import ServerSide, difference, read_metrics
+
+MARK = "Starting main benchmark run"  # printed by `vllm bench serve` after the warm-up
+
+
+class Sample(NamedTuple):
+    """The server and the load generator at one moment of a benchmark (`t` in seconds of the main run)."""
+
+    t: float
+    running: int
+    waiting: int
+    kv_usage: float  # fraction of the pool
+    client_cores: float  # processor time that the load generator used since the last sample, in cores
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One `vllm bench serve` run: its own JSON, what /metrics said meanwhile, the server's clock over the same requests."""
+
+    data: dict
+    samples: tuple[Sample, ...] = ()
+    server: ServerSide | None = None
+
+    def ms(self, metric: str, what: str | int) -> float | None:
+        """A latency in ms: `metric` is ttft, tpot, itl or e2el, `what` "mean", "median" or a percentile; None if absent."""
+        key = f"p{what}" if isinstance(what, int) else what
+        value = self.data.get(f"{key}_{metric}_ms")
+        if value is None and what == 50:
+            value = self.data.get(f"median_{metric}_ms")
+        return value
+
+    @property
+    def concurrency(self) -> int:
+        return self.data["max_concurrency"]
+
+    @property
+    def busy(self) -> list[Sample]:
+        """The samples in which the server had work."""
+        return [s for s in self.samples if s.running + s.waiting]
+
+    def mean(self, name: str) -> float | None:
+        """Mean of a sample's field while the server had work, None without samples."""
+        return sum(getattr(s, name) for s in self.busy) / len(self.busy) if self.busy else None
+
+    @property
+    def little(self) -> float | None:
+        """Little's law: requests a second × mean seconds a request = requests in the system."""
+        mean = self.ms("e2el", "mean")
+        return self.data["request_throughput"] * mean / 1000 if mean is not None else None
+
+
+def read_bench(path: str | Path) -> dict:
+    """The JSON of one `vllm bench serve --save-result`. BadInput when it is none or when no request succeeded."""
+    path = Path(path)
+    try:
+        data = json.loads(path.read_text())
+    except OSError as problem:
+        raise BadInput(f"{path} cannot be read ({problem.strerror}): name a result of vllm bench serve --save-result") from None
+    except ValueError:
+        raise BadInput(f"{path} is not JSON: name a result of vllm bench serve --save-result") from None
+    needed = {"max_concurrency", "completed", "request_throughput", "output_throughput", "duration"}
+    if not isinstance(data, dict) or (missing := needed - data.keys()):
+        raise BadInput(f"{path} is no result of vllm bench serve: {', '.join(sorted(missing)) if isinstance(data, dict) else 'an object'} missing")
+    if not data["completed"]:
+        first = next((e for e in data.get("errors") or [] if e), "no reason given")
+        raise BadInput(f"{path}: no request succeeded ({first.strip().splitlines()[-1][:120]})")
+    return data
+
+
+def run_bench(
+    command: Sequence[str], result: Path, base_url: str, *, api_key: str = "EMPTY", timeout: float = 900.0, every: float = 0.25
+) -> Bench:
+    """Run one `vllm bench serve …` (which must save to `result`), look at /metrics meanwhile, read its JSON.
+
+    Raises ServerFailed with the last line of its output when it fails, and BadInput as `read_bench` does.
+    """
+    result = Path(result)
+    env = {"OPENAI_API_KEY": api_key, "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    argv = [sys.executable, "-m", "vllm.entrypoints.cli.main", *command[1:]]
+    log, deadline = result.with_suffix(".log"), time.monotonic() + timeout
+    before = after = None
+    watch: _Watch | None = None
+    child = Child(argv, log, env)
+    try:
+        with open(log, "a") as out:
+            while (line := child.readline(deadline - time.monotonic())) is not None:
+                out.write(line + "\n")
+                if line.startswith(MARK):
+                    before = _metrics(base_url)
+                    watch = _Watch(base_url, child.process.pid, every) if before else None
+                if watch and line.startswith("=" * 12):
+                    watch.stop()
+                    after = after or _metrics(base_url, before)
+        code = child.process.wait(30)
+    except TimeoutError:
+        raise ServerFailed(f"the benchmark did not end within {timeout:.0f} s; its output: {log}") from None
+    finally:
+        if watch:
+            watch.stop()
+        child.end()
+    if code:
+        raise ServerFailed(child.why())
+    data = read_bench(result)
+    return Bench(data, tuple(watch.samples) if watch else (), difference(before, after) if before and after else None)
+
+
+def recorded(name: str) -> list[Bench]:
+    """Benchmarks that came with the book, ordered by concurrency; each carries `device`, `vllm` and `recorded`."""
+    from importlib.resources import files
+
+    text = (files("qrecipe") / "data/bench" / f"{name}.jsonl").read_text()
+    return sorted((Bench(json.loads(line)) for line in text.splitlines()), key=lambda b: b.concurrency)
+
+
+def _metrics(base_url: str, after: Any = None) -> Any:
+    try:
+        return read_metrics(base_url, after=after)
+    except RequestFailed:
+        return None  # not a vLLM: the client's figures alone
+
+
+class _Watch:
+    """Reads /metrics and the load generator's processor time every `every` seconds, in a thread."""
+
+    def __init__(self, base_url: str, pid: int, every: float):
+        self.samples: list[Sample] = []
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(base_url, psutil.Process(pid), every), daemon=True)
+        self._thread.start()
+
+    def _run(self, base_url: str, client: psutil.Process, every: float) -> None:
+        began = last = time.monotonic()
+        spent = sum(client.cpu_times()[:2])
+        while not self._done.wait(every):
+            try:
+                page, now, used = read_metrics(base_url), time.monotonic(), sum(client.cpu_times()[:2])
+            except (RequestFailed, psutil.Error):
+                continue
+            counts = [int(page[f"num_requests_{kind}"]) for kind in ("running", "waiting")]
+            self.samples.append(Sample(now - began, *counts, page["kv_cache_usage_perc"], (used - spent) / (now - last)))
+            last, spent = now, used
+
+    def stop(self) -> None:
+        self._done.set()
+        self._thread.join(10)
