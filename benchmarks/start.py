@@ -41,7 +41,8 @@ def main() -> None:
     recipe = chapter.recipe()
     runs = {"the book's recipe": start(recipe)}
     if args.compare:
-        plain = recipe.with_(env={k: v for k, v in recipe.env.items() if k not in LEVERS}, extra=())
+        env = {k: v for k, v in recipe.env.items() if k not in LEVERS}
+        plain = recipe.with_(env=env, distributed_executor_backend=None)
         runs["without its levers"] = start(plain)
     for name, run in runs.items():
         print(f"{name}: ready after {run['ready']} s, first request {run['first request']} s more")

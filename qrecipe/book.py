@@ -8,6 +8,7 @@ A chapter that says it cannot run here (`qrecipe.skip`) is skipped: neither pass
 import contextlib
 import ctypes
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,7 @@ import nbformat
 
 from . import serving
 from .chapter import CLOSING, SKIPPED, Chapter, check_values, device_name, versions
-from .errors import BadInput
+from .errors import BadInput, RecipeError
 from .paths import project_root, runs_dir, writable, write_whole
 
 CELL_LIMIT = 1500  # seconds one cell may take: a first start on a GPU takes 460
@@ -117,7 +118,10 @@ def judge(executed: Path, record: Path, exit_code: int | None) -> Verdict:
         )
     elif exit_code != 0:
         verdict.reason = f"papermill ended with exit code {exit_code}"
-    elif SKIPPED.format(name=executed.stem) in printed.splitlines() and (told := _record(record)).get("status") == "skipped":
+    elif (
+        SKIPPED.format(name=executed.stem) in printed.splitlines()
+        and (told := _record(record)).get("status") == "skipped"
+    ):
         verdict.status, verdict.reason = "skipped", told.get("why", "")
     elif CLOSING.format(name=executed.stem) not in printed.splitlines():
         verdict.reason = "the closing line was not printed: finish() was not reached"
@@ -167,30 +171,29 @@ def run_book(
     folder = new_run_folder(out)
     stage = Chapter("run", engine, reason, given, device_name(), versions())
     say(f"engine {engine}: {reason}\nrun folder {folder}")
-    began, verdicts, held = time.time(), [], None
+    began, verdicts, held, env = time.time(), [], None, {}
     with _terminable():
         try:
             if attached:
                 serving.Server.attach(attached)
             elif any(".server(" in p.read_text() for p in notebooks if p not in alone):
+                say("looking for model and server, building what is not there")
                 held = serving.launch(stage.recipe(), log_dir=folder)
+                env = {serving.SHARED: serving.read_state(held).get("token", "")}
                 say("server starting (chapters that need it wait for it)")
+        except RecipeError:  # refused before anything ran: no run, no folder
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+            raise
+        try:
             for notebook in notebooks:
                 if held and notebook in alone:
                     say(f"{notebook.stem} needs the GPU for itself: leaving the server")
                     serving.leave(held, wait=60)
                 left = run_limit - (time.time() - began)
-                verdicts.append(
-                    run_chapter(
-                        notebook,
-                        shares[notebook] | ({"engine": engine} if not attached else {}),
-                        folder,
-                        cell_limit,
-                        left,
-                        held,
-                    )
-                )
-                v = verdicts[-1]
+                given = shares[notebook] | ({} if attached else {"engine": engine})
+                v = run_chapter(notebook, given, folder, cell_limit, left, env)
+                verdicts.append(v)
                 say(
                     f"{v.name}: {v.status}, {v.seconds:.0f} s"
                     + (f" - cell {v.cell or '?'}: {v.reason}" if v.status == "failed" else "")
@@ -204,34 +207,23 @@ def run_book(
 
 
 def run_chapter(
-    notebook: Path, parameters: dict, folder: Path, cell_limit: float, left: float, held: Path | None
+    notebook: Path, parameters: dict, folder: Path, cell_limit: float, left: float, env: dict | None = None
 ) -> Verdict:
-    """One chapter under papermill, in a process of its own that ends with this one."""
+    """One chapter under papermill, in a process of its own that ends with this one. Limits in seconds."""
     executed, began = folder / f"{notebook.stem}.ipynb", time.time()
     if left <= 0:
         return Verdict(notebook.stem, reason="the time limit of the whole run was reached before it")
-    argv = [
-        sys.executable,
-        "-m",
-        "papermill",
-        str(notebook),
-        str(executed),
-        "--inject-output-path",
-        "--cwd",
-        str(notebook.parent),
-    ]
-    argv += [
-        "--execution-timeout",
-        str(int(cell_limit)),
-        "--progress-bar" if sys.stderr.isatty() else "--no-progress-bar",
-    ]
+    argv = [sys.executable, "-m", "papermill", str(notebook), str(executed), "--inject-output-path"]
+    argv += ["--cwd", str(notebook.parent), "--execution-timeout", str(int(cell_limit))]
+    argv += ["--progress-bar" if sys.stderr.isatty() else "--no-progress-bar"]
     for name, value in parameters.items():
         argv += ["-r" if isinstance(value, str) else "-p", name, value if isinstance(value, str) else json.dumps(value)]
     with open(folder / f"{notebook.stem}.papermill.log", "wb") as log:
         err = None if sys.stderr.isatty() else log
         process = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=log, stderr=err, start_new_session=True, preexec_fn=_end_with_parent
-        )
+            argv, stdin=subprocess.DEVNULL, stdout=log, stderr=err, env=os.environ | (env or {}),
+            start_new_session=True, preexec_fn=_end_with_parent,
+        )  # fmt: skip
         try:
             code, late = process.wait(left), False
         except subprocess.TimeoutExpired:

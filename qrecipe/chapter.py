@@ -16,7 +16,7 @@ import psutil
 from .errors import BadInput, ChapterSkipped
 from .model_folder import revision_of
 from .paths import project_root, runs_dir, state_dir, writable, write_whole
-from .recipe import GPU_MODEL, ServeRecipe, recipe_for
+from .recipe import GPU_MODEL, TEACHING, ServeRecipe, recipe_for
 from .serving import Server
 
 CLOSING = "qrecipe: {name} complete"
@@ -44,12 +44,12 @@ class Chapter:
     def weights(self) -> str:
         """Whose words come back: "teaching", "real", "dummy", or "unknown" on a foreign server."""
         if self.engine == "attached":
-            return "teaching" if self._server and "teaching" in Path(self._server.root).name else "unknown"
+            return "teaching" if self._server and Path(self._server.root).name.startswith(TEACHING) else "unknown"
         if self.parameters.get("weights") == "dummy":
             return "dummy"
         if self.engine == "cpu" and self.parameters.get("model", "auto") == "auto":
             return "teaching"
-        return "teaching" if "teaching-model" in Path(self.parameters.get("model", "")).name else "real"
+        return "teaching" if Path(self.parameters.get("model", "")).name.startswith(TEACHING) else "real"
 
     @property
     def words(self) -> bool:
@@ -252,7 +252,7 @@ def teaching_model() -> Path:
     digest = hashlib.sha256()
     for name in ("trained.safetensors", "config.json", "chat_template.jinja", "build.py", "weights.py", "tokenizer.py"):
         digest.update((Path(package.__file__).parent / name).read_bytes())
-    folder = state_dir() / "models" / f"teaching-model-{digest.hexdigest()[:10]}"
+    folder = state_dir() / "models" / f"{TEACHING}-{digest.hexdigest()[:10]}"
     return folder if (folder / "config.json").is_file() else package.build(folder)
 
 

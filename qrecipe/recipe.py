@@ -10,6 +10,10 @@ from .errors import BadInput
 
 SERVED_NAME = "qwen3.5-4b"
 GPU_MODEL = "Qwen/Qwen3.5-4B"
+TEACHING = "teaching-model"  # the start of its folder's name
+# A start of the teaching model is imports and tokenizer copies: share the tokenizer (plugin.py), and let the worker live
+# in the engine core's process. vLLM then cannot bind OpenMP threads itself, so one thread is set here.
+LEVERS = {"QRECIPE_SHARE_TOKENIZER": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class ServeRecipe:
     kv_cache_dtype: str | None = None
     quantization: str | None = None
     tensor_parallel_size: int | None = None
+    distributed_executor_backend: str | None = None
     limit_mm_per_prompt: dict | None = None
     language_model_only: bool = False
     enforce_eager: bool = False
@@ -134,12 +139,17 @@ def recipe_for(engine: str, model: str, *, port: int = 8000, weights: str = "rea
         env["HF_HUB_OFFLINE"] = "1"
     if engine == "cpu":
         flags |= {"max_num_seqs": 4, "enforce_eager": True, "limit_mm_per_prompt": {"image": 4, "video": 0}}
-        env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "QRECIPE_SHARE_TOKENIZER": "1"}
+        env["VLLM_CPU_KVCACHE_SPACE"] = "1"
+        if Path(model).name.startswith(TEACHING):
+            flags["distributed_executor_backend"] = "uni"
+            env |= LEVERS
     if weights == "dummy":
         flags["load_format"] = "dummy"
     try:
         words = tuple(shlex.split(os.environ.get("QRECIPE_SERVE_EXTRA", "")))
     except ValueError as e:
-        raise BadInput(f"QRECIPE_SERVE_EXTRA cannot be read as words of a command line ({e}): close its quotes") from None
+        raise BadInput(
+            f"QRECIPE_SERVE_EXTRA cannot be read as words of a command line ({e}): close its quotes"
+        ) from None
     changes["extra"] = words + tuple(changes.get("extra", ()))
     return ServeRecipe(**{**flags, "env": env, **changes})

@@ -23,6 +23,7 @@ from .recipe import ServeRecipe
 from .supervisor import ENDED, listener, living_owners
 
 LOGS_KEPT = 20
+SHARED = "QRECIPE_SHARED"  # in a chapter's environment: the token of the server that its run started
 START_LIMIT = 1200.0  # seconds that a start may take before it is given up
 
 
@@ -159,6 +160,8 @@ def launch(recipe: ServeRecipe, *, keep: bool = False, grace: float = 0.0, log_d
                 join(folder, grace)
                 return folder
             if state:
+                if os.environ.get(SHARED) == state["token"] and state["status"] in ("failed", "died"):
+                    raise ServerFailed(failure_text(state))  # the run's own server: a second start would fail as well
                 end_all(state["token"])
             check_start(recipe)
             log = new_log(log_dir, recipe.port)

@@ -31,7 +31,7 @@ def execute(tmp_path, *cells, parameters=None, cell_limit=60, left=120):
     notebook = write(tmp_path / "in", 'engine = "cpu"\nport = 8000', *cells)
     out = tmp_path / "out"
     out.mkdir()
-    return run_chapter(notebook, parameters or {}, out, cell_limit, left, None)
+    return run_chapter(notebook, parameters or {}, out, cell_limit, left)
 
 
 def test_a_chapter_that_ends_well_passes_with_its_figures(tmp_path):

@@ -213,3 +213,14 @@ def test_a_foreign_server_is_not_ours_to_stop(stub, port):
 def test_a_process_id_used_again_is_not_mistaken():
     me = Pid.of(os.getpid())
     assert me.alive() and not Pid(me.pid, me.ticks + 1).alive()
+
+
+def test_a_run_s_own_failed_start_is_not_tried_again_by_its_chapters(stub, port, monkeypatch):
+    stub["word"] = "dies"
+    with pytest.raises(ServerFailed):
+        Server.start(ServeRecipe("stub", port=port))
+    state = serving.read_state(serving.server_folder(port))
+    monkeypatch.setenv(serving.SHARED, state["token"])
+    with pytest.raises(ServerFailed, match="Log: "):
+        Server.start(ServeRecipe("stub", port=port))
+    assert serving.read_state(serving.server_folder(port)) == state
