@@ -48,7 +48,7 @@ class Supervisor:
 
     def start(self) -> None:
         env = {k: v for k, v in os.environ.items() if k != "OPENBLAS_CORETYPE"} | self.state["recipe"]["env"]
-        env |= {TOKEN: self.token, "PYTHONUNBUFFERED": "1"}
+        env |= {TOKEN: self.token, "PYTHONUNBUFFERED": "1", "SPT_NOENV": "1"}  # process titles must not wipe the token
         env["PATH"] = str(Path(sys.executable).parent) + os.pathsep + env.get("PATH", "")
         with open(self.state["log"], "ab", buffering=0) as log:
             self.server = subprocess.Popen(
