@@ -86,6 +86,23 @@ TEXTS = [
     (b"for top-p", "sampling", re.compile(rf"Using {_NAME} $"), re.compile("for top-p")),
 ]  # fmt: skip
 
+# single words of which one stands near when a frequent anchor belongs to a figure: a cheap look before the close one
+NEAR = {
+    b"GiB": (b"memory", b"activation", b"weight", b"Cache", b"(estimated)", b"(actual)", b"startup", b"utilization", b"node", b"kv_cache"),
+    b"took": (b"oading", b"compile", b"captur", b"engine", b"profiling"),
+    b"takes": (b"compile",), b"size": (b"cache", b"attention", b"mamba"), b"concurrency": (b"Maximum",),
+    b"blocks:": (b"GPU", b"cuda"), b"version": (b"\xe2\x96\x88", b"vLLM", b"FlashAttention", b"\\u2588"),
+    b"backend": (b"Using", b"method", b"layout"), b"len ": (b"model",), b"warmup": (b"odal",), b"rchitecture": (b"Resolved",),
+}  # fmt: skip
+NEAR_ANY = {anchor: re.compile(b"|".join(map(re.escape, near))) for anchor, near in NEAR.items()}
+
+
+def is_near(anchor: bytes, around: bytes) -> bool:
+    """Whether these surroundings of an anchor can hold one of its figures."""
+    pattern = NEAR_ANY.get(anchor)
+    return pattern is None or pattern.search(around) is not None
+
+
 STAGES = ("import", "config", "load", "compile", "profile", "graphs", "warmup", "ready")
 STAGE_WORDS = [  # the line that opens a stage
     (b"non-default args", "config"), (b"Resolved architecture", "config"),

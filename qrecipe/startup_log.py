@@ -193,8 +193,9 @@ class _Reader:
             self.rules.setdefault(rule[0], []).append(rule)
         marks = [w for w, _ in words.STAGE_WORDS] + [*words.ARGS, *words.ERRORS, *words.EAGER_WORDS, *words.STOPPED]
         marks += [words.METRICS, b"Encoder cache will be", b"Directly load", b"saved AOT compiled"]
+        self.stage_words = {w for w, _ in words.STAGE_WORDS} | {*words.EAGER_WORDS, b"Encoder cache will be"}
         self.anchors = list(dict.fromkeys([*self.rules, *marks]))
-        self.signs = [b"GiB", b"non-default args", b"with config", b"startup complete", b"args: Namespace("]
+        self.signs = [b" GiB", b"non-default args", b"with config", b"startup complete", b"args: Namespace("]
         self.quick = [words.METRICS, *words.ERRORS[:2]]
         self.read, self.alert = 0, 4
 
@@ -261,8 +262,9 @@ class _Reader:
             start.cached = True
         elif anchor == b"saved AOT compiled":
             start.cached = False
-        self.stage(buf, begin, at, anchor)
-        if anchor in self.rules:
+        if anchor in self.stage_words or not start.stages:
+            self.stage(buf, begin, at, anchor)
+        if anchor in self.rules and words.is_near(anchor, buf[max(0, at - 240) : at + 120]):
             before, after = words.clean(buf[max(0, at - 240) : at]), words.clean(buf[at : at + 240])
             for rule in self.rules[anchor]:
                 self.apply(rule, before, after, buf, at, begin)
