@@ -311,12 +311,8 @@ def dissect(
         max_tokens=max_tokens,
         extra_body=extra,
     )
-    rows = found.table()
-    show(
-        [dict(zip(("name", "value", "unit", "formula", "clock"), row, strict=False)) for row in rows],
-        as_json,
-        [f"{r[0]:24} {r[1]!s:>12} {r[2]:10} {r[3]}" for r in rows],
-    )
+    rows = [f"{r[0]:24} {r[1]!s:>12} {r[2]:10} {r[3]}" for r in found.table()]
+    show(found.as_dict(), as_json, [found.reasoning or "", found.text, "", *rows, *found.notes])
     raise typer.Exit(0 if found.complete else 1)
 
 
