@@ -311,7 +311,7 @@ def dissect(
         max_tokens=max_tokens,
         extra_body=extra,
     )
-    rows = [f"{r[0]:24} {r[1]!s:>12} {r[2]:10} {r[3]}" for r in found.table()]
+    rows = [f"{r[0]:18} {'-' if r[1] is None else f'{r[1]:.4g}':>9} {r[2]:9} {r[3]}" for r in found.table()]
     show(found.as_dict(), as_json, [found.reasoning or "", found.text, "", *rows, *found.notes])
     raise typer.Exit(0 if found.complete else 1)
 
