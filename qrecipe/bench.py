@@ -15,6 +15,7 @@ from .child import Child
 from .errors import BadInput, RequestFailed, ServerFailed
 from .metrics import ServerSide, difference, read_metrics
 
+VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")  # `vllm` whatever PATH says
 MARK = "Starting main benchmark run"  # printed by `vllm bench serve` after the warm-up
 
 
@@ -91,9 +92,10 @@ def run_bench(
     """
     result = Path(result)
     env = {"OPENAI_API_KEY": api_key, "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    argv = [sys.executable, "-m", "vllm.entrypoints.cli.main", *command[1:]]
+    argv = [*VLLM, *command[1:]]
     log, deadline = result.with_suffix(".log"), time.monotonic() + timeout
     before = after = None
+    _metrics(base_url)  # its imports take half a second, which is not to be lost later
     watch: _Watch | None = None
     child = Child(argv, log, env)
     try:
@@ -117,6 +119,25 @@ def run_bench(
         raise ServerFailed(child.why())
     data = read_bench(result)
     return Bench(data, tuple(watch.samples) if watch else (), difference(before, after) if before and after else None)
+
+
+def cache_config(base_url: str) -> dict[str, str]:
+    """What a vLLM says on /metrics of its KV pool: num_gpu_blocks, block_size (tokens) and more; {} for another server."""
+    import httpx
+    from prometheus_client.parser import text_string_to_metric_families
+
+    try:
+        text = httpx.get(base_url.rstrip("/").removesuffix("/v1") + "/metrics", timeout=5).text
+        families = list(text_string_to_metric_families(text))
+    except (httpx.HTTPError, ValueError):
+        return {}
+    return next((dict(f.samples[0].labels) for f in families if f.name.startswith("vllm:cache_config") and f.samples), {})
+
+
+def comparable(one: Bench, other: Bench) -> list[str]:
+    """What differs in the workload of two benchmarks, so that their figures do not compare; [] when nothing does."""
+    keys = ("max_concurrency", "num_prompts", "input_len", "output_len", "model_id", "backend", "request_rate")
+    return [f"{k} {other.data.get(k)} against {one.data.get(k)}" for k in keys if str(one.data.get(k)) != str(other.data.get(k))]
 
 
 def recorded(name: str) -> list[Bench]:

@@ -22,7 +22,7 @@ def distributions(tokens: Sequence[str], panels: Mapping[str, tuple[Sequence[flo
         places = range(len(tokens))
         ax.barh(places, after, height=0.72, facecolor=COLORS[0], edgecolor=CARD)
         ax.barh(places, before, height=0.72, facecolor="none", edgecolor=INK, linewidth=1.1, linestyle=(0, (2, 1.5)))
-        ax.set_title(name, loc="left", fontsize=10, color=INK)
+        ax.set_title(name, loc="left", fontsize=9.5, color=INK)
         said.append(f"{name}: {max(after):.0%} for the likeliest, {sum(p > 0 for p in after)} of {len(tokens)} possible")
     for i, ax in enumerate(figure.axes):
         ax.set_visible(i < len(panels))
@@ -52,7 +52,7 @@ def sweep(
     drawn upright in each; `targets` maps a panel's name to a value drawn across it."""
     import math
 
-    figure = _figure(3.9, f"{title}: {', '.join(panels)} over concurrency {list(concurrency)}", 4.1 * len(panels))
+    figure = _figure(3.9, f"{title}: {', '.join(panels)} over concurrency {list(concurrency)}", 3.6 * len(panels))
     figure.suptitle(title, x=0.015, ha="left", fontsize=11.5, fontweight="bold", color=INK)
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     handles: dict = {}
