@@ -4,6 +4,7 @@ import json
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from .errors import BadInput, RequestFailed, ServerFailed
 from .metrics import ServerSide, difference, read_metrics
 
 VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")  # `vllm` whatever PATH says
+GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 MARK = "Starting main benchmark run"  # printed by `vllm bench serve` after the warm-up
 
 
@@ -155,8 +157,20 @@ def _metrics(base_url: str, after: Any = None) -> Any:
         return None  # not a vLLM: the client's figures alone
 
 
+def _gauges(base_url: str) -> dict[str, float]:
+    """The three gauges alone, summed over engines: a full reading costs too much to be done while one measures."""
+    with urllib.request.urlopen(base_url.rstrip("/").removesuffix("/v1") + "/metrics", timeout=5) as reply:
+        text = reply.read().decode()
+    found = dict.fromkeys(GAUGES, 0.0)
+    for line in text.splitlines():
+        name = line.partition("{")[0].removeprefix("vllm:")
+        if name in found:
+            found[name] += float(line.rsplit(" ", 1)[1])
+    return found
+
+
 class _Watch:
-    """Reads /metrics and the load generator's processor time every `every` seconds, in a thread."""
+    """Reads the gauges of /metrics and the load generator's processor time every `every` seconds, in a thread."""
 
     def __init__(self, base_url: str, pid: int, every: float):
         self.samples: list[Sample] = []
@@ -169,11 +183,11 @@ class _Watch:
         spent = sum(client.cpu_times()[:2])
         while not self._done.wait(every):
             try:
-                page, now, used = read_metrics(base_url), time.monotonic(), sum(client.cpu_times()[:2])
-            except (RequestFailed, psutil.Error):
+                page, now, used = _gauges(base_url), time.monotonic(), sum(client.cpu_times()[:2])
+            except (OSError, ValueError, psutil.Error):
                 continue
-            counts = [int(page[f"num_requests_{kind}"]) for kind in ("running", "waiting")]
-            self.samples.append(Sample(now - began, *counts, page["kv_cache_usage_perc"], (used - spent) / (now - last)))
+            counts = [int(page[name]) for name in GAUGES[:2]]
+            self.samples.append(Sample(now - began, *counts, page[GAUGES[2]], (used - spent) / (now - last)))
             last, spent = now, used
 
     def stop(self) -> None:
