@@ -35,6 +35,7 @@ ALIASES = {
 HF_NAMES = {"qkv_proj": "self_attn.q_proj", "o_proj": "self_attn.o_proj", "in_proj_qkvz": "linear_attn.in_proj_qkv", "out_proj": "linear_attn.out_proj",
             "gate_up_proj": "mlp.gate_proj", "down_proj": "mlp.down_proj", "w13": "mlp.experts.0.gate_proj", "w2": "mlp.experts.0.down_proj",
             "shared_gate_up": "mlp.shared_expert.gate_proj", "shared_down": "mlp.shared_expert.down_proj"}
+VISION_LINEAR = ("qkv", "proj", "fc1", "fc2", "merger_fc1", "merger_fc2")  # vLLM gives them the quantization of the whole model
 
 
 @dataclass(frozen=True)
@@ -103,9 +104,11 @@ def weigh(shape: ModelShape, *, dtype: str = "bfloat16", quantization: str | Non
                    if not quantization or quantization == shape.quantization) if isinstance(shape.quant_config, dict) else ()
     stages = split_layers(len(shape.layers), pp)
     scoped = version_tuple(version) >= (0, 20)
+    online = method == "fp8" and bool(quantization) and not shape.quantization  # of a 16-bit checkpoint, while it loads
     loaded, raw, kept = [0] * pp, [0] * pp, set()
     for t in shape.tensors(vision=vision, mtp=mtp):
         quantized = bool(method and t.linear and t.part != "mtp" and not _ignored(t, ignore))
+        quantized |= online and t.part == "vision" and t.name in VISION_LINEAR
         if method and not quantized and t.elements > 4 * MIB:
             kept.add(t.part if t.part in ("vision", "mtp", "embedding", "lm_head") or not t.linear else f"{t.part} {t.name}")
         elements = t.elements if not t.split else _share(t, shape, tp)
