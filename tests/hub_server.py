@@ -12,14 +12,14 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 class Hub:
     """Serves `files` (name → bytes) as the model OWNER/NAME; `drops[name]`: how many answers of that file break off half-way.
 
-    `served[name]` lists the first byte of each answer; `spoil` names files whose bytes are changed on the way.
+    `served[name]` lists the first byte of each answer; `spoil[name]`: how many answers have a byte changed on the way.
     """
 
     def __init__(self, files: dict[str, bytes], model: str = "Qwen/Tiny"):
         self.files, self.model = files, model
         self.drops: dict[str, int] = {}
         self.served: dict[str, list[int]] = {}
-        self.spoil: set[str] = set()
+        self.spoil: dict[str, int] = {}
         self.requests: list[str] = []
         hub = self
 
@@ -38,7 +38,7 @@ class Hub:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
     def close(self):
         self.server.shutdown()
@@ -72,7 +72,7 @@ class Hub:
     def entry(self, name, key, hash_key):
         """One file as the Hugging Face API lists it: large ones (here: weights) are LFS files."""
         body = self.files[name]
-        entry = {key: name, "size": len(body), "oid": hashlib.sha1(body).hexdigest()}
+        entry = {key: name, "size": len(body), "oid": hashlib.sha1(b"blob %d\0" % len(body) + body).hexdigest()}
         if name.endswith(".safetensors"):
             entry["lfs"] = {hash_key: hashlib.sha256(body).hexdigest(), "size": len(body), "pointerSize": 134}
         return entry
@@ -101,7 +101,8 @@ class Hub:
         if request.command == "HEAD":
             return self.send(request, 200, body, headers)
         self.served.setdefault(name, []).append(start)
-        if name in self.spoil:
+        if self.spoil.get(name, 0) > 0:
+            self.spoil[name] -= 1
             body = body[:-1] + bytes([body[-1] ^ 1])
         rest = body[start:]
         request.send_response(206 if start else 200)

