@@ -216,8 +216,7 @@ def run_chapter(
     argv = [sys.executable, "-m", "papermill", str(notebook), str(executed), "--inject-output-path"]
     argv += ["--cwd", str(notebook.parent), "--execution-timeout", str(int(cell_limit))]
     argv += ["--progress-bar" if sys.stderr.isatty() else "--no-progress-bar"]
-    for name, value in parameters.items():
-        argv += ["-r" if isinstance(value, str) else "-p", name, value if isinstance(value, str) else json.dumps(value)]
+    argv += ["-y", json.dumps(parameters)] if parameters else []  # JSON is YAML, and keeps the types
     with open(folder / f"{notebook.stem}.papermill.log", "wb") as log:
         err = None if sys.stderr.isatty() else log
         process = subprocess.Popen(
