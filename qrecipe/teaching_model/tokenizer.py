@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import json
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 from qrecipe.errors import BadInput
@@ -62,28 +63,35 @@ def byte_letters() -> list[str]:
 
 
 def last_merge(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes] | None:
-    """The two tokens that `token` (at least two bytes, in `ranks`) is merged from at last; None: it is never reached."""
-    below = ranks[token]
-    cuts = [
-        cut
-        for cut in range(1, len(token))
-        if ranks.get(token[:cut], below) < below and ranks.get(token[cut:], below) < below
-    ]
-    if len(cuts) == 1:
-        return token[: cuts[0]], token[cuts[0] :]
-    parts = [token[n : n + 1] for n in range(len(token))]
-    while len(parts) > 2:
-        rank, n = min((ranks.get(parts[n] + parts[n + 1], below), n) for n in range(len(parts) - 1))
-        if rank >= below:  # no row of merges ends in this token, so text never gives it
-            return None
-        parts[n : n + 2] = [parts[n] + parts[n + 1]]
-    return parts[0], parts[1]
+    """The two tokens that `token` (at least two bytes, in `ranks`) is merged from at last.
+
+    That is byte-pair encoding of the token itself, stopped at two parts. Some Chinese words have a lower rank than
+    their parts: for them every other token may take part. A few are no two tokens put together; None stands for them.
+    """
+    own, never = ranks[token], len(ranks)
+    cuts = [cut for cut in range(1, len(token)) if token[:cut] in ranks and token[cut:] in ranks]
+    if len(cuts) > 1 and token.isascii():  # merged from tokens of lower rank, without exception
+        cuts = [cut for cut in cuts if ranks[token[:cut]] < own and ranks[token[cut:]] < own]
+    if len(cuts) < 2:
+        return (token[: cuts[0]], token[cuts[0] :]) if cuts else None
+    for limit in (own, never):
+        parts = [token[n : n + 1] for n in range(len(token))]
+        while len(parts) > 2:
+            found = [ranks.get(left + right, never) for left, right in pairwise(parts)]
+            rank = min(found)
+            if rank >= limit:
+                break
+            n = found.index(rank)
+            parts[n : n + 2] = [parts[n] + parts[n + 1]]
+        if len(parts) == 2:
+            return parts[0], parts[1]
+    return token[: cuts[0]], token[cuts[0] :]
 
 
 def _tokenizer_json() -> dict:
     ranks, letters = read_ranks(), byte_letters()
-    table = {chr(byte): letters[byte] for byte in range(256)}
-    names = {token: token.decode("latin-1").translate(str.maketrans(table)) for token in ranks}
+    table = {byte: letters[byte] for byte in range(256)}
+    names = {token: token.decode("latin-1").translate(table) for token in ranks}
     pairs = (last_merge(token, ranks) for token in ranks if len(token) > 1)
     added = [
         {"id": number, "content": text, "single_word": False, "lstrip": False, "rstrip": False}
