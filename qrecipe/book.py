@@ -19,6 +19,7 @@ from datetime import datetime
 from pathlib import Path
 
 import nbformat
+import yaml
 
 from . import serving
 from .chapter import CLOSING, SKIPPED, Chapter, check_values, device_name, versions
@@ -216,7 +217,7 @@ def run_chapter(
     argv = [sys.executable, "-m", "papermill", str(notebook), str(executed), "--inject-output-path"]
     argv += ["--cwd", str(notebook.parent), "--execution-timeout", str(int(cell_limit))]
     argv += ["--progress-bar" if sys.stderr.isatty() else "--no-progress-bar"]
-    argv += ["-y", json.dumps(parameters)] if parameters else []  # JSON is YAML, and keeps the types
+    argv += ["-y", yaml.safe_dump(parameters)] if parameters else []
     with open(folder / f"{notebook.stem}.papermill.log", "wb") as log:
         err = None if sys.stderr.isatty() else log
         process = subprocess.Popen(
