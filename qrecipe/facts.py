@@ -88,9 +88,9 @@ def gather() -> Facts:
 
 
 def _text(path: str) -> str:
-    """A file, text or program, in which a pattern of ASCII can be looked for; "" where there is none."""
+    """The first 100 MB of a text or program, in which ASCII can be looked for; "" where there is no file."""
     with suppress(OSError), open(path, encoding="latin-1") as f:
-        return f.read()
+        return f.read(100_000_000)
     return ""
 
 

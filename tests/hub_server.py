@@ -60,7 +60,14 @@ class Hub:
             return self.send_file(request, path.split("/", 5)[-1])
         if path == f"{modelscope}/files":
             entries = [
-                {"Path": n, "Name": n, "Type": "blob", "Size": len(b), "Sha256": hashlib.sha256(b).hexdigest(), "Revision": COMMIT}
+                {
+                    "Path": n,
+                    "Name": n,
+                    "Type": "blob",
+                    "Size": len(b),
+                    "Sha256": hashlib.sha256(b).hexdigest(),
+                    "Revision": COMMIT,
+                }
                 for n, b in self.files.items()
             ]
             return self.send_json(request, {"Code": 200, "Success": True, "Data": {"Files": entries}})

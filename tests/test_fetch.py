@@ -20,7 +20,9 @@ SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
 def safetensors_bytes(names, size):
-    header = {n: {"dtype": "U8", "shape": [size], "data_offsets": [i * size, (i + 1) * size]} for i, n in enumerate(names)}
+    header = {
+        n: {"dtype": "U8", "shape": [size], "data_offsets": [i * size, (i + 1) * size]} for i, n in enumerate(names)
+    }
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
     return len(text).to_bytes(8, "little") + text + bytes(i % 251 for i in range(size)) * len(names)
 
@@ -124,7 +126,9 @@ def test_dummy_weights_need_no_weight_files(folder):
     assert not check_folder(folder).complete and check_folder(folder, weights=False).complete
 
 
-@pytest.mark.parametrize("model", ["/absent/model", "./absent", "~/absent", "no model", "", "a/b/c", "../x", "Qwen/", "Qwen3.5-4B"])
+@pytest.mark.parametrize(
+    "model", ["/absent/model", "./absent", "~/absent", "no model", "", "a/b/c", "../x", "Qwen/", "Qwen3.5-4B"]
+)
 def test_what_is_no_model_is_one_sentence(model):
     with pytest.raises(BadInput) as e:
         find_model(model)
@@ -151,7 +155,7 @@ def test_a_download_into_a_folder_tells_its_commit(folder):
         find_model(str(folder), revision="f" * 40)
 
 
-# -- the hubs, by their real clients in a process of their own (they read their settings when they are imported)
+# -- the hubs, by their real clients: one worker imports them, each test is a fork of it with settings of its own
 
 
 @pytest.fixture
@@ -161,35 +165,60 @@ def hub():
     server.close()
 
 
-CALL = """
-import json, sys
-from huggingface_hub import constants
+WORKER = """
+import importlib, json, os, sys
+import huggingface_hub._snapshot_download, modelscope_hub.api, safetensors
+from huggingface_hub import HfApi, constants
 from qrecipe import fetch
 from qrecipe.errors import BadInput
-constants.DOWNLOAD_CHUNK_SIZE = 50_000  # what has come is kept in pieces of this size
-fetch.ANSWER_S = 1.0
-for model, arguments in json.loads(sys.argv[1]):
+
+def answer(model, arguments):
     constants.HF_HUB_OFFLINE = arguments.pop("offline", False)
     try:
         found = fetch.find_model(model, **arguments)
-        print(json.dumps({"path": str(found.path), "revision": found.revision}))
+        return {"path": str(found.path), "revision": found.revision}
     except BadInput as e:
-        print(json.dumps({"error": str(e)}))
+        return {"error": str(e)}
+
+for line in sys.stdin:
+    job = json.loads(line)
+    if os.fork() == 0:
+        os.environ.update(job["env"])
+        importlib.reload(constants)  # it has read the environment at its import
+        constants.DOWNLOAD_CHUNK_SIZE = 50_000  # what has come is kept in pieces of this size
+        fetch.ANSWER_S = 1.0
+        print(json.dumps([answer(*call) for call in job["calls"]]), flush=True)
+        os._exit(0)
+    if os.wait()[1]:
+        print("null", flush=True)
 """
 
 
-def fetch_each(tmp_path, env, *calls):
-    """The calls (model, arguments) one after another in one process."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "MODELSCOPE_", "TRANSFORMERS_", "VLLM_")) and "proxy" not in k.lower()}
-    clean |= {"HF_HOME": str(tmp_path / "hf"), "MODELSCOPE_CACHE": str(tmp_path / "ms"), "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", CALL, json.dumps(calls)]
-    out = subprocess.run(command, capture_output=True, text=True, env=clean | env, timeout=60)
-    assert out.returncode == 0, out.stderr
-    return [json.loads(line) for line in out.stdout.splitlines() if line.startswith("{")]
+@pytest.fixture(scope="module")
+def worker():
+    settings = ("HF_", "MODELSCOPE_", "TRANSFORMERS_", "VLLM_")
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(settings) and "proxy" not in k.lower()}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", WORKER], env=clean | {"PYTHONPATH": str(ROOT)}, **pipes) as process:
+        yield process
+        process.stdin.close()
 
 
-def fetch(tmp_path, env, model="Qwen/Tiny", **arguments):
-    return fetch_each(tmp_path, env, (model, arguments))[0]
+@pytest.fixture
+def fetch_each(worker, tmp_path):
+    """Calls (model, arguments) one after another in one process, with a home and caches of its own."""
+
+    def fetch(env, *calls):
+        caches = {"HF_HOME": str(tmp_path / "hf"), "MODELSCOPE_CACHE": str(tmp_path / "ms"), "HOME": str(tmp_path)}
+        worker.stdin.write(json.dumps({"env": caches | env, "calls": calls}) + "\n")
+        worker.stdin.flush()
+        while not (line := worker.stdout.readline()).startswith(("[", "null")):
+            assert line, "the worker has ended"
+        answers = json.loads(line)
+        assert all("error" in said or Path(said["path"]).is_relative_to(tmp_path) for said in answers)
+        return answers
+
+    return fetch
 
 
 def hf(hub, **more):
@@ -204,51 +233,60 @@ def same(path, hub):
     return all((Path(path) / name).read_bytes() == body for name, body in hub.files.items())
 
 
-def test_hugging_face_is_fetched_whole_then_taken_from_the_cache(hub, tmp_path):
-    arguments = [{}, {}, {"offline": True}, {"offline": True, "revision": COMMIT}, {"offline": True, "revision": "f" * 40}]
-    found, *again, other = fetch_each(tmp_path, hf(hub), *(("Qwen/Tiny", given) for given in arguments))
+def test_hugging_face_is_fetched_whole_then_taken_from_the_cache(hub, fetch_each):
+    arguments = [
+        {},
+        {},
+        {"offline": True},
+        {"offline": True, "revision": COMMIT},
+        {"offline": True, "revision": "f" * 40},
+    ]
+    found, *again, other = fetch_each(hf(hub), *(("Qwen/Tiny", given) for given in arguments))
     assert found["revision"] == COMMIT and "hf" in Path(found["path"]).parts and same(found["path"], hub)
     assert again == [found] * 3 and hub.requests.count("HEAD /") == 1 and "HF_HUB_OFFLINE" in other["error"]
 
 
-def test_hugging_face_goes_on_where_the_connection_broke(hub, tmp_path):
+def test_hugging_face_goes_on_where_the_connection_broke(hub, fetch_each):
     hub.drops = {SHARDS[0]: 2, SHARDS[1]: 1}
-    found = fetch(tmp_path, hf(hub))
+    found = fetch_each(hf(hub), ("Qwen/Tiny", {}))[0]
     assert same(found["path"], hub)
     assert len(hub.served[SHARDS[0]]) == 3 and sorted(hub.served[SHARDS[0]])[1] > 0  # by Range, not from the start
 
 
-def test_a_file_with_another_hash_is_refused_and_the_hole_filled_by_the_next_call(hub, tmp_path):
+def test_a_file_with_another_hash_is_refused_and_the_hole_filled_by_the_next_call(hub, fetch_each):
     hub.spoil = {SHARDS[1]: 1}
     calls = [("Qwen/Tiny", {}), ("Qwen/Tiny", {"offline": True}), ("Qwen/Tiny", {})]
-    refused, offline, found = fetch_each(tmp_path, hf(hub), *calls)
+    refused, offline, found = fetch_each(hf(hub), *calls)
     assert SHARDS[1] in refused["error"] and "sha256" in refused["error"] and "HF_HUB_OFFLINE" in offline["error"]
     assert same(found["path"], hub) and len(hub.served[SHARDS[1]]) == 2 and len(hub.served[SHARDS[0]]) == 1
 
 
-def test_an_unknown_model_or_revision_is_one_sentence_and_dummy_weights_are_not_fetched(hub, tmp_path):
+def test_an_unknown_model_or_revision_is_one_sentence_and_dummy_weights_are_not_fetched(hub, fetch_each):
     calls = [("Qwen/Absent", {}), ("Qwen/Tiny", {"revision": "nope"}), ("Qwen/Tiny", {"weights": False})]
-    absent, revision, dummy = fetch_each(tmp_path, hf(hub), *calls)
+    absent, revision, dummy = fetch_each(hf(hub), *calls)
     assert "Qwen/Absent" in absent["error"] and "nope" in revision["error"]
     assert not any(name in hub.served for name in SHARDS) and (Path(dummy["path"]) / "config.json").exists()
 
 
-def test_modelscope_is_fetched_and_goes_on_where_the_connection_broke(hub, tmp_path):
+def test_modelscope_is_fetched_and_goes_on_where_the_connection_broke(hub, fetch_each):
     hub.drops = {SHARDS[0]: 1}
     calls = [("Qwen/Tiny", {}), ("Qwen/Tiny", {"offline": True, "source": "modelscope"}), ("Qwen/Absent", {})]
-    found, again, absent = fetch_each(tmp_path, ms(hub, VLLM_USE_MODELSCOPE="True"), *calls)  # vLLM's own switch
+    found, again, absent = fetch_each(ms(hub, VLLM_USE_MODELSCOPE="True"), *calls)  # vLLM's own switch
     assert "ms" in Path(found["path"]).parts and same(found["path"], hub) and max(hub.served[SHARDS[0]]) > 0
     assert again == found and "Qwen/Absent" in absent["error"] and hub.requests.count("HEAD /") == 2
 
 
-def test_a_hub_that_refuses_or_swallows_is_said_in_bounded_time(tmp_path):
+def test_a_hub_that_refuses_or_swallows_is_said_in_bounded_time(fetch_each):
     with socket.socket() as silent:  # it accepts and never answers
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        env = {"HF_ENDPOINT": "http://127.0.0.1:9", "MODELSCOPE_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        env = {
+            "HF_ENDPOINT": "http://127.0.0.1:9",
+            "MODELSCOPE_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}",
+        }
         began = time.monotonic()
         calls = [("Qwen/Tiny", {"source": source}) for source in ("huggingface", "modelscope")]
-        refused, swallowed = fetch_each(tmp_path, env, *calls)
+        refused, swallowed = fetch_each(env, *calls)
     assert time.monotonic() - began < 10 and "refused" in refused["error"] and "timed out" in swallowed["error"]
     assert "HF_ENDPOINT" in refused["error"] and "MODELSCOPE_ENDPOINT" in swallowed["error"]
     assert all("cannot be fetched" in said["error"] and "folder" in said["error"] for said in (refused, swallowed))

@@ -50,14 +50,27 @@ def broken(facts, engine="auto"):
 
 
 def test_the_guides_a10_is_good_on_every_layer():
-    assert [layer.name for layer in layers.judge_layers(GOOD)] == ["machine", "driver", "CUDA in PyTorch", "PyTorch", "vLLM", "transformers"]
+    assert [layer.name for layer in layers.judge_layers(GOOD)] == [
+        "machine",
+        "driver",
+        "CUDA in PyTorch",
+        "PyTorch",
+        "vLLM",
+        "transformers",
+    ]
     assert all(layer.ok is True and layer.verdict == "good" and not layer.mend for layer in layers.judge_layers(GOOD))
     assert broken(GOOD) is None
 
 
 @pytest.mark.parametrize(
     "torch, driver, fits",
-    [("13.0", "13.0", True), ("12.8", "13.0", True), ("13.0", "13.2", True), ("13.2", "13.0", None), ("12.10", "12.9", None)]
+    [
+        ("13.0", "13.0", True),
+        ("12.8", "13.0", True),
+        ("13.0", "13.2", True),
+        ("13.2", "13.0", None),
+        ("12.10", "12.9", None),
+    ]
     + [("13.0", "12.8", False), ("12.1", "11.8", False), ("13.0", "", None), ("", "13.0", None)],
 )
 def test_the_rule(torch, driver, fits):
@@ -108,12 +121,23 @@ def test_the_line_is_one_that_a_shell_takes(tmp_path):
     line = broken(but(D4090, cudart_folders=((folder, 13),))).mend.split("; cleaner")[0]
     for before, after in (("", folder), ("/x", folder + ":/x")):
         env = {"PATH": os.environ["PATH"], **({"LD_LIBRARY_PATH": before} if before else {})}
-        out = subprocess.run(["bash", "-c", line + '; printf %s "$LD_LIBRARY_PATH"'], capture_output=True, text=True, env=env)
+        out = subprocess.run(
+            ["bash", "-c", line + '; printf %s "$LD_LIBRARY_PATH"'], capture_output=True, text=True, env=env
+        )
         assert out.stdout == after
 
 
 @pytest.mark.parametrize(
-    "capability, held", [((8, 6), True), ((8, 9), True), ((12, 0), True), ((12, 1), True), ((7, 0), False), ((11, 0), False), ((13, 0), False)]
+    "capability, held",
+    [
+        ((8, 6), True),
+        ((8, 9), True),
+        ((12, 0), True),
+        ((12, 1), True),
+        ((7, 0), False),
+        ((11, 0), False),
+        ((13, 0), False),
+    ],
 )
 def test_kernels_run_within_a_major_version_of_the_card(capability, held):
     assert has_kernels(capability, ARCHS) is held
@@ -231,7 +255,9 @@ def test_the_cpu_build_is_broken_on_the_gpu_engine():
     assert "CPU" in broken(but(CPU, driver="580.126.09", driver_cuda="13.0", gpus=(A10,)), "gpu").why
 
 
-VERSION = st.sampled_from(["", "0.27.0", "2.13.0+cu130", "13.0", "12", "dev", "5.24.0.dev0", "2.9a", "99", "580.126.09"])
+VERSION = st.sampled_from(
+    ["", "0.27.0", "2.13.0+cu130", "13.0", "12", "dev", "5.24.0.dev0", "2.9a", "99", "580.126.09"]
+)
 ODD = st.builds(
     Facts,
     system=st.sampled_from(["Linux", "Darwin", "Windows", ""]), release=st.sampled_from(["6.1", "5.15-microsoft-standard-WSL2"]),
@@ -342,7 +368,9 @@ def test_nvidia_smi_is_read(monkeypatch):
 def test_nvidia_smi_with_mig_gives_the_slices(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     rows = ["NVIDIA H200, 143771, 580.126.09, 9.0, Enabled"]
-    (gpu,) = read_smi(SMI, rows, "GPU 0: NVIDIA H200 (UUID: GPU-1)\n  MIG 1g.18gb     Device  0: (UUID: MIG-1)\n")["gpus"]
+    (gpu,) = read_smi(SMI, rows, "GPU 0: NVIDIA H200 (UUID: GPU-1)\n  MIG 1g.18gb     Device  0: (UUID: MIG-1)\n")[
+        "gpus"
+    ]
     assert gpu.name == "NVIDIA H200 MIG 1g.18gb" and round(gpu.memory_gib, 1) == 16.8
     assert read_smi(SMI, rows)["gpus"] == ()
 
@@ -367,7 +395,11 @@ def test_gathering_on_this_machine_agrees_with_itself():
 
 def run(*argv, python=sys.executable, **env):
     return subprocess.run(
-        [python, "-m", "qrecipe.layers", *argv], capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": "", **env}
+        [python, "-m", "qrecipe.layers", *argv],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": "", **env},
     )
 
 
@@ -378,7 +410,9 @@ def test_the_engine_is_the_only_word_on_stdout():
 
 def test_a_fake_nvidia_smi_is_found_where_nvidia_ml_py_is_not(tmp_path):
     smi = tmp_path / "nvidia-smi"
-    smi.write_text(f'#!/bin/sh\ncase "$1" in --query*) echo "NVIDIA A10, 23028, 580.126.09, 8.6, [N/A]";; *) echo "{SMI}";; esac\n')
+    smi.write_text(
+        f'#!/bin/sh\ncase "$1" in --query*) echo "NVIDIA A10, 23028, 580.126.09, 8.6, [N/A]";; *) echo "{SMI}";; esac\n'
+    )
     smi.chmod(0o755)
     # -S: a Python without site-packages is a Python with nothing installed
     out = subprocess.run(
