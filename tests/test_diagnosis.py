@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qrecipe.diagnosis import diagnose
-from qrecipe.failures import RULES
+from qrecipe.diagnosis import RULES, diagnose
 from qrecipe.memory import budget
 
 DATA = Path(__file__).parent / "data"

@@ -1,0 +1,23 @@
+"""Values from outside, checked or refused by name; NaN, infinity, booleans and text are no numbers."""
+
+import re
+from typing import Any
+
+from qrecipe.errors import BadInput
+
+
+def check_number(value: Any, name: str, low: float, high: float, kind: type = int, hint: str = "") -> Any:
+    """`value` as an int or a float from `low` to `high`; BadInput says what was found and what is expected."""
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high  # NaN fails here
+    if not good or (kind is int and value != int(value)):
+        expected = f"a {'whole number' if kind is int else 'number'} from {low} to {high}"
+        raise BadInput(f"{name} is {value!r}; {expected}{hint} is expected")
+    return kind(value)
+
+
+def version_tuple(version: str) -> tuple[int, int]:
+    """(major, minor) of a vLLM version; a development build (0.0.x, dev) counts as 0.27. BadInput for anything else."""
+    found = re.match(r"v?(\d{1,4})\.(\d{1,4})\b", version)
+    if not found and "dev" not in version:
+        raise BadInput(f"vllm_version is {version!r}; a version such as 0.27.0 is expected")
+    return (int(found[1]), int(found[2])) if found and found[0].strip("v") != "0.0" else (0, 27)
