@@ -62,10 +62,9 @@ def find_card(name: str | Card) -> Card:
     found = exact or [c for c, words in known.items() if wanted and wanted <= words]
     if len(found) == 1:
         return found[0]
-    names = [c.name for c in found or cards()]
+    names, what = [c.name for c in found or cards()], "ambiguous" if found else "unknown"
     near = ", ".join(difflib.get_close_matches(str(name), names, 4, 0.1 if found else 0.4) or names)
-    which = "card {!r} may be one of several" if found else "unknown card {!r}"
-    raise BadInput(f"{which.format(str(name))}; nearest: {near}; or give its memory: --gpu-memory GIB")
+    raise BadInput(f"{what} card {str(name)!r}; nearest: {near}; or give its memory: --gpu-memory GIB")
 
 
 def parse_size(text: str | int | float, what: str = "memory") -> float:

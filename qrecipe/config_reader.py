@@ -56,8 +56,7 @@ def read_config(config: dict, name: str = "config") -> ModelShape:
     if not isinstance(text, dict):
         raise BadInput(f"{name}: text_config is a {type(text).__name__}, an object is expected")
     family = str(text.get("model_type") or config.get("model_type") or "missing").removesuffix("_text")
-    quant = config.get("quantization_config") or text.get("quantization_config")
-    quant = quant if isinstance(quant, dict) else {}
+    quant = next((q for c in (config, text) if isinstance(q := c.get("quantization_config"), dict)), {})
     refused = [f"{what} ({key})" for key, what in TABLES["refused"].items() if text.get(key) or config.get(key)]
     refused += ["an MXFP4 checkpoint"] * (quant.get("quant_method") == "mxfp4")
     refused += [f"model_type {family!r}"] * (family not in TABLES["families"])
@@ -123,10 +122,9 @@ def _layers(f: _Fields, facts: dict, count: int) -> tuple[str, ...]:
 def _dtype(f: _Fields, config: dict) -> str:
     named = (c.get(k) for c in (f.config, config) for k in ("dtype", "torch_dtype"))
     found = str(next((n for n in named if n not in (None, "unknown")), "absent")).removeprefix("torch.")
-    if found in ("absent", "float32"):  # vLLM's "auto" serves float32 in 16 bits
-        f.assumed.append(f"dtype is {found}: bfloat16 assumed")
-        return "bfloat16"
-    return found
+    served = "bfloat16" if found in ("absent", "float32") else found  # vLLM's "auto" serves float32 in 16 bits
+    f.assumed += [f"dtype is {found}: bfloat16 assumed"] if served != found else []
+    return served
 
 
 def _rotary(f: _Fields, family: str, head_dim: int, positions: int) -> int:

@@ -72,14 +72,10 @@ class Flags:
         version_tuple(self.vllm_version)
         if self.block_size and self.block_size % 16:
             raise BadInput(f"block_size is {self.block_size}; attention kernels need a multiple of 16")
-        if self.ranks * self.data_parallel_size % self.nodes:
+        if self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size % self.nodes:
             raise BadInput(
                 f"nodes is {self.nodes}; the ranks (tensor × pipeline × data) do not spread evenly over them"
             )
-
-    @property
-    def ranks(self) -> int:
-        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def text_only(self) -> bool:
@@ -201,8 +197,7 @@ def _defaults(shape: ModelShape, f: Flags, card: Card | None, total: float | Non
         seqs, tokens = overhead.batch_defaults(total, card.name if card else "")
         why = f"vLLM's default {'from 70 GiB on' if seqs == 1024 else 'below 70 GiB and on an A100'}"
         tokens = f.max_num_batched_tokens or min(tokens, (f.max_num_seqs or seqs) * length)
-        late = version >= (0, 21)
-        share = (0.92, "vLLM's default from 0.21 on") if late else (0.9, "vLLM's default before 0.21")
+        share = (0.92, "vLLM's default from 0.21 on") if version >= (0, 21) else (0.9, "vLLM's default before 0.21")
         defaults |= {"gpu_memory_utilization": share, "max_num_batched_tokens": (tokens, why)}
         defaults["max_num_seqs"] = (min(seqs, tokens), why)
     elif "sliding" in shape.layers:
@@ -220,16 +215,17 @@ def _defaults(shape: ModelShape, f: Flags, card: Card | None, total: float | Non
 def _estimates(b: Budget) -> dict[str, Estimate]:
     """Weights, non-torch memory, peak activation and CUDA graphs, as far as shape, card and flags give them."""
     f, w, found = b.used, b.weights, {}
+    ranks = f.tensor_parallel_size * f.pipeline_parallel_size
     if w:
         kind = f"{METHODS[w.method]['words']}; unquantized: {', '.join(w.unquantized)}" if w.method else f.dtype
         sizes = {name: getattr(w, name) / GIB for name in ("raw", "rotary", "rounding")}
-        where = ", tightest of the ranks" if f.ranks > 1 else ""
+        where = ", tightest of the ranks" if ranks > 1 else ""
         how = TEXTS["how"]["weights_gib"].format(kind=kind, where=where, **sizes)
         found["weights_gib"] = Estimate(w.gib, w.gib * w.band, how)
         loaded = {k: v for k, v in b.shape.parameters(not b.text_only, f.speculative_tokens > 0).items() if v}
         b.put("parameters", sum(loaded.values()), loaded=", ".join(f"{k} {v}" for k, v in loaded.items()))
     if b.total_gib is not None:
-        found["non_torch_gib"] = overhead.non_torch(b.total_gib, f.enforce_eager, f.ranks)
+        found["non_torch_gib"] = overhead.non_torch(b.total_gib, f.enforce_eager, ranks)
     if f.max_num_seqs and f.max_num_batched_tokens:
         batch = (b.shape, f.max_num_seqs, f.max_num_batched_tokens, f.speculative_tokens)
         peak = overhead.transient(*batch, not b.text_only, f.tensor_parallel_size)
@@ -281,11 +277,12 @@ def _put_pool(b: Budget, each: list[float] | None) -> None:
 def _judge(b: Budget) -> None:
     """Whether the start succeeds, and the advice: what stands in its way, with flags to paste, or what to mind."""
     f, seqs, batch, limit = b.used, b.max_num_seqs, b.max_num_batched_tokens, b.shape.max_position
-    replicas, per_node = f.data_parallel_size, f.ranks * f.data_parallel_size // f.nodes
+    tp, replicas = f.tensor_parallel_size, f.data_parallel_size
+    per_node = tp * f.pipeline_parallel_size * replicas // f.nodes
     values = {"per_node": per_node, "limit": limit, "whose": "given" if b.flags.max_num_seqs else "default"}
     notes = {
         "image limit": b.shape.vision and not b.text_only and f.limit_mm_per_prompt,
-        "nodes": f.tensor_parallel_size > per_node,
+        "nodes": tp > per_node,
         "beyond model": limit and b.max_model_len > limit,
         "context": b.stages_gib and (1 - f.gpu_memory_utilization) * b.total_gib < CONTEXT_GIB,
     }
@@ -320,13 +317,11 @@ def longest_of(found: Budget) -> int:
 def flags_of(log: Any) -> dict[str, Any]:
     """The settings of `budget` that a StartupLog names."""
     spec, named = log.flags.get("speculative_config"), log.flags
-    return {k: v for k, v in named.items() if k in Flags.__dataclass_fields__} | {
-        "max_model_len": log.max_model_len,
-        "prefix_caching": named.get("enable_prefix_caching"),
-        "speculative_tokens": spec.get("num_speculative_tokens") if isinstance(spec, dict) else None,
-        "max_num_batched_tokens": named.get("max_num_batched_tokens") or log.max_num_batched_tokens,
-        "vllm_version": log.vllm_version,
-    }
+    flags = {k: v for k, v in named.items() if k in Flags.__dataclass_fields__}
+    flags |= {"max_model_len": log.max_model_len, "vllm_version": log.vllm_version}
+    flags["speculative_tokens"] = spec.get("num_speculative_tokens") if isinstance(spec, dict) else None
+    flags["max_num_batched_tokens"] = named.get("max_num_batched_tokens") or log.max_num_batched_tokens
+    return flags | {"prefix_caching": named.get("enable_prefix_caching")}
 
 
 def learn(log: Any, model: Any) -> tuple[float | None, dict[str, float]]:

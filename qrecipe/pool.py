@@ -87,8 +87,8 @@ def plan_pool(
     pipeline_parallel_size: int = 1,
     max_num_batched_tokens: int | None = None,
 ) -> Pool:
-    """Lay out the pool, by the flags of `vllm serve`. BadInput when parallelism does not divide the model or a window is
-    unknown. A sliding window reserves two batches, as under asynchronous scheduling, or one a pipeline stage."""
+    """Lay out the pool by the flags of `vllm serve`. BadInput when parallelism does not divide the model, or a window is
+    unknown (it reserves two batches, as under asynchronous scheduling, or one a pipeline stage)."""
     tp, pp, spec = tensor_parallel_size, pipeline_parallel_size, speculative_tokens
     check_parallel(shape, tp, pp)
     kv_dtype = (shape.kv_scheme or dtype) if kv_cache_dtype == "auto" else kv_cache_dtype

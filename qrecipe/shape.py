@@ -5,6 +5,7 @@
 
 import difflib
 import json
+import os
 import re
 from collections import namedtuple
 from collections.abc import Iterator
@@ -175,10 +176,9 @@ def load_shape(source: str | Path | dict | ModelShape) -> ModelShape:
         return read_config(source, str(source.get("_name_or_path") or source.get("model_type") or "config"))
     text, names = str(source).strip(), bundled_shapes()
     hint = f"give a config.json, a model folder, or one of: {', '.join(names)}"
-    path, wanted = Path(text.replace("\0", "?")).expanduser(), text.split("/")[-1].lower()
-    path = path / "config.json" if path.is_dir() else path
-    plain = re.sub(r"-(instruct|it|base)$", "", wanted)
-    bundled = next((n for n in names if n.lower() in (wanted, plain)), None)
+    path, wanted = Path(text.replace("\0", "?")).expanduser(), text.split("/")[-1]
+    path, plain = path / "config.json" if path.is_dir() else path, re.sub("-(instruct|it|base)$", "", wanted.lower())
+    bundled = next((n for n in names if n.lower() in (wanted.lower(), plain)), None)
     if path.is_file():
         return read_config(_read(path), path.parent.resolve().name if path.name == "config.json" else path.stem)
     if text.endswith(".json") or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", text):
@@ -186,14 +186,26 @@ def load_shape(source: str | Path | dict | ModelShape) -> ModelShape:
     if bundled:
         return read_config(_read(SHAPES / f"{bundled}.json"), bundled)
     if "/" in text:
-        from qrecipe.fetch import SOURCES, find_model
-
-        for source in SOURCES:  # each with its cache
-            with suppress(BadInput):
-                return read_config(_read(find_model(text, source=source, weights=False).path / "config.json"), wanted)
+        return read_config(_from_hub(text, hint), wanted)
     near = ", ".join(difflib.get_close_matches(text, names, 3, 0.3) or names)
-    what = f"{text!r} could not be fetched" if "/" in text else f"unknown model {text!r}"
-    raise BadInput(f"{what}; nearest bundled shapes: {near}; or give OWNER/NAME or a config.json")
+    raise BadInput(f"unknown model {text!r}; nearest bundled shapes: {near}; or give OWNER/NAME or a config.json")
+
+
+def _from_hub(repo: str, hint: str) -> dict:
+    """config.json of a model id: of a local cache, the Hugging Face hub or ModelScope, whichever answers first."""
+    from urllib.request import urlopen
+
+    say = os.environ.get
+    cache = Path(say("HF_HUB_CACHE") or Path(say("HF_HOME", "~/.cache/huggingface"), "hub")).expanduser().resolve()
+    urls = [p.as_uri() for p in cache.glob(f"models--{repo.replace('/', '--')}/snapshots/*/config.json")]
+    if say("HF_HUB_OFFLINE") != "1":
+        urls.append(f"{say('HF_ENDPOINT', 'https://huggingface.co')}/{repo}/resolve/main/config.json")
+        urls.append(f"https://modelscope.cn/models/{repo}/resolve/master/config.json")
+    for url in urls:
+        with suppress(OSError, ValueError), urlopen(url, timeout=10) as answer:
+            if isinstance(config := json.loads(answer.read(4_000_000)), dict):
+                return config
+    raise BadInput(f"config.json of {repo!r} could not be fetched; {hint}")
 
 
 def _read(path: Path) -> dict:

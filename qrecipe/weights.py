@@ -34,8 +34,7 @@ def method_of(shape: ModelShape, quantization: str | None) -> str | None:
         four = "'num_bits': 4" in said
         named = "nvfp4" in said or "mixed_precision" in said or (four and "'int'" not in said and "'float'" in said)
         name = "nvfp4" if named else "gptq" if four else "int8" if "'type': 'int'" in said else "fp8"
-    if NAMES.get(name) in ("awq", "gptq") and shape.quant_config.get("bits") == 8:
-        name = "int8"
+    name = "int8" if NAMES.get(name) in ("awq", "gptq") and shape.quant_config.get("bits") == 8 else name
     if name not in NAMES:
         covered = f"none, {', '.join(METHODS)} (also called {', '.join(sorted(set(NAMES) - set(METHODS)))})"
         raise NotCovered(f"quantization {name!r} is not covered; covered are {covered}")

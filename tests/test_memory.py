@@ -1,5 +1,6 @@
 """The budget: logged figures reproduced, levers in the right direction, bad input refused by name."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from qrecipe import memory
 from qrecipe.cards import cards, find_card, parse_size
 from qrecipe.errors import BadInput, NotCovered, RecipeError
 from qrecipe.memory import JSON_KEYS, budget
+from qrecipe.shape import SHAPES as SHAPE_FILES
 from qrecipe.shape import load_shape
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -131,6 +133,50 @@ def test_quantization_names_what_stays():
     assert four.weights_gib < plain.weights_gib - 4
     for part in ("embedding", "vision"):
         assert part in four.how["weights_gib"].split("unquantized")[1]
+
+
+def test_two_checkpoints_of_one_shape_are_told_apart():
+    config = json.loads((SHAPE_FILES / "Qwen3.5-4B.json").read_text())
+
+    def loaded(quant):
+        return budget(config | {"quantization_config": quant}, max_model_len=8192).weights
+
+    four = {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 4, "type": "int"}}}}
+    eight = {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 8, "type": "float"}}}}
+    assert (loaded(four).method, loaded(eight).method) == ("gptq", "fp8")
+    assert loaded({"quant_method": "gptq", "bits": 8}).method == "int8"
+    spared = loaded(four | {"ignore": ["lm_head", "re:.*linear_attn.*", "re:["]})
+    assert spared.gib > loaded(four).gib + 1 and "gdn in_proj_qkvz" in spared.unquantized
+
+
+def test_the_batch_defaults_follow_the_flags_given():
+    # arg_utils.py of vLLM 0.27.0: tokens ≤ sequences × length, sequences ≤ tokens
+    few = budget("Qwen3.5-4B", **H200 | {"max_model_len": 1024}, max_num_seqs=4)
+    assert few.max_num_batched_tokens == 4096
+    assert budget("Qwen3.5-4B", **H200, max_num_batched_tokens=128).max_num_seqs == 128
+    more = budget("Qwen3.5-4B", **H200, max_num_seqs=2048, max_num_batched_tokens=512)
+    assert more.fits is False and "--max-num-seqs 512 fits" in more.advice[0]
+
+
+def test_every_assumption_is_shown():
+    assumed = budget("Qwen3.5-4B", gpu="RTX 4090", vllm_version="0.23.0").how["fits"]
+    for words in ("max_model_len 262144", "gpu_memory_utilization 0.92", "max_num_seqs 256", "max_num_batched_tokens 2048", "prefix_caching False", "max_split_size_mb 20"):
+        assert words in assumed
+    given = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "gpu_memory_utilization": 0.9, "prefix_caching": False}
+    assert budget("Qwen3.5-4B", **H200, **given).how["fits"] == "assumed: nothing"
+
+
+@pytest.mark.parametrize("name", ["max_model_len", "gpu_memory_utilization", "max_num_seqs", "available_kv_gib", "gpu_memory_gib", "speculative_tokens", "block_size"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -10**5, 10**30, "x", True, []])
+def test_what_is_no_number_is_refused_by_name(name, value):
+    with pytest.raises(BadInput, match=name.removesuffix("_gib")):
+        budget("Qwen3.5-4B", **{name: value})
+
+
+@pytest.mark.parametrize("version", ["banana", "1", "27", ""])
+def test_a_version_that_is_none_is_refused(version):
+    with pytest.raises(BadInput, match="vllm_version"):
+        budget("Qwen3.5-4B", vllm_version=version)
 
 
 def test_a_35b_in_nvfp4_is_within_its_band():

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from hub_server import Hub
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -156,6 +157,22 @@ def test_an_assumption_is_listed_and_an_unknown_stays_unknown():
 def test_unknown_sources_are_refused_with_a_hint(source):
     with pytest.raises(BadInput, match="config.json|nearest"):
         load_shape(source)
+
+
+def test_a_hub_id_is_read_from_the_cache_or_the_hub(tmp_path, monkeypatch):
+    hub = Hub({"config.json": (SHAPES / "Qwen3.5-4B.json").read_bytes()}, model="Org/My-4B")
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    assert load_shape("Org/My-4B").count() == 4_539_265_536 and load_shape("Org/My-4B").name == "My-4B"
+    kept = tmp_path / "models--Org--Mine" / "snapshots" / "x"
+    kept.mkdir(parents=True)
+    (kept / "config.json").write_bytes((SHAPES / "Qwen3-8B.json").read_bytes())
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert load_shape("Org/Mine").count() == load_shape("Qwen3-8B").count()
+    with pytest.raises(BadInput, match="could not be fetched"):
+        load_shape("Org/My-4B")
+    hub.close()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '"x"', "\x00\xff"])
