@@ -173,7 +173,7 @@ def run(
         cell_limit=cell_timeout,
         say=lambda text: print(text, flush=True),
     )
-    print(f"{'all chapters passed' if passed else 'NOT all chapters passed'}; report: {folder / 'index.html'}")
+    print(f"{'no chapter failed' if passed else 'NOT all chapters passed'}; report: {folder / 'index.html'}")
     raise typer.Exit(0 if passed else 1)
 
 
