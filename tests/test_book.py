@@ -126,6 +126,7 @@ def test_bad_words_on_the_command_line_are_one_sentence_and_exit_2(engine):
 
 def test_a_taken_port_is_named_before_anything_starts(engine):
     with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         s.bind(("127.0.0.1", engine.port))
         s.listen()
         done = engine.run("qrecipe.cli", "run", "03", "--engine", "cpu", "-p", "port", engine.port)
