@@ -23,6 +23,7 @@ COLOURS = {
     "purple": ("紫色", (140, 50, 170)),
     "black": ("黑色", (25, 25, 25)),
 }
+FIGURES = [None, *((shape, colour) for shape in SHAPES for colour in COLOURS)]  # None: a picture without a figure
 QUESTIONS = {"en": "What is in this picture?", "zh": "这张图里有什么？"}
 _FINE = 3  # drawn this many times larger, then made smaller, so that slanted edges are smooth
 
@@ -82,27 +83,32 @@ def draw(
 
 
 def random_picture(
-    rng: random.Random, *, sides: tuple[int, int] = (256, 448), step: int = 32
-) -> tuple[Image, str, str]:
-    """A picture with its shape and colour, all at random: sides, place, size, tint, pale background.
+    rng: random.Random, *, sides: tuple[int, int] = (256, 448), step: int = 32, empty: float = 0.0
+) -> tuple[Image, tuple[str, str] | None]:
+    """A picture and the (shape, colour) of its figure, all at random: sides, place, size, tint, pale background.
 
-    Sides are multiples of `step` pixels within `sides`.
+    Sides are multiples of `step` pixels within `sides`. With the chance `empty` there is no figure: the picture is of
+    one colour, any, and None stands for the figure.
     """
-    shape, colour = rng.choice(list(SHAPES)), rng.choice(list(COLOURS))
     width, height = (rng.randrange(sides[0], sides[1] + 1, step) for _ in range(2))
+    if rng.random() < empty:
+        from PIL import Image
+
+        return Image.new("RGB", (width, height), tuple(rng.randint(0, 255) for _ in range(3))), None
+    shape, colour = rng.choice(list(SHAPES)), rng.choice(list(COLOURS))
     radius = min(width, height) * rng.uniform(0.14, 0.42)
     x, y = rng.uniform(radius, width - radius), rng.uniform(radius, height - radius)
     fill = tuple(min(255, max(0, value + rng.randint(-15, 15))) for value in COLOURS[colour][1])
     background = "white" if rng.random() < 0.4 else tuple(rng.randint(215, 255) for _ in range(3))
-    return _paint(shape, fill, width, height, x, y, radius, background), shape, colour
+    return _paint(shape, fill, width, height, x, y, radius, background), (shape, colour)
 
 
-def reply(shape: str, colour: str, language: str = "en") -> tuple[str, str]:
-    """(reasoning, content): what the model says about a picture of one figure."""
+def reply(figure: tuple[str, str] | None, language: str = "en") -> tuple[str, str]:
+    """(reasoning, content): what the model says about a picture of a (shape, colour), or of none."""
+    shape, colour = figure or ("", "")
     if language == "zh":
-        shape, colour = SHAPES[shape], COLOURS[colour][0]
-        return f"背景是单色的，上面只有一个图形：{colour}，{shape}。", f"图里是一个{colour}的{shape}。"
-    return (
-        f"The background is plain and there is one figure on it. Its colour is {colour} and its shape is a {shape}.",
-        f"The picture shows a {colour} {shape}.",
-    )
+        what = f"有一个{COLOURS[colour][0]}的{SHAPES[shape]}" if figure else "没有图形，只有一种颜色"
+        return "先看背景，再看上面的图形：有没有，什么颜色，什么形状。", f"图里{what}。"
+    what = f"a {colour} {shape}" if figure else "no figure, only one colour"
+    look = "First the background, then the figure on it: is there one, of what colour, of what shape?"
+    return look, f"The picture shows {what}."
