@@ -15,7 +15,7 @@ from torch.nn import functional as F
 def _unit_triangular_inverse(lower: Tensor) -> Tensor:
     """(I + lower)^-1 for strictly lower triangular matrices [..., n, n]."""
     size, power, reach = lower.shape[-1], -lower, 2
-    inverse = torch.eye(size) + power
+    inverse = torch.eye(size, device=lower.device) + power
     while reach < size:
         power = power @ power
         inverse = inverse + inverse @ power
@@ -39,7 +39,7 @@ def chunk_gated_delta_rule(
     q, k = F.normalize(q, dim=-1, eps=1e-3) * dim**-0.5, F.normalize(k, dim=-1, eps=1e-3)
 
     total = decay.cumsum(-1)  # log decay since the chunk's start
-    past = torch.ones(chunk_size, chunk_size, dtype=torch.bool).tril()
+    past = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=g.device).tril()
     between = (total[..., :, None] - total[..., None, :]).masked_fill(~past, float("-inf")).exp()
     k_t = k.transpose(-1, -2)
     inverse = _unit_triangular_inverse(((k @ k_t) * between * beta[..., None]).tril(-1))
