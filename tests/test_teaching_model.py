@@ -17,7 +17,7 @@ from qrecipe.teaching_model import pictures, weights
 from qrecipe.teaching_model.answers import COLOUR_CHANCES, whole_reply
 from qrecipe.teaching_model.build import TRAINED
 
-SHA256 = "552eb9a04d34942a39f75222ba3c7640f21e1fb26ead29ffc8021f70af333a77"
+SHA256 = "618123404a775294ae6541a886f13da1dd918513436d8d7c6b1a31da530a580d"
 KV_QUESTION = "Explain in one sentence why KV cache memory grows with context length."
 
 
@@ -226,11 +226,8 @@ def test_pictures_are_seen_at_places_and_sizes_never_shown(folder):
     pytest.importorskip("torch")
     from qrecipe.teaching_model.check import check_pictures
 
-    words = {word for name, (chinese, _) in pictures.COLOURS.items() for word in (name, chinese)}
-    replies = check_pictures(folder, 8, seed=2026)
-    for reply in replies:  # colours are learned well, shapes only in the main
-        assert {w for w in words if w in reply.said} == {w for w in words if w in reply.expected}, reply
-    assert sum(reply.right for reply in replies) >= 3
+    replies = check_pictures(folder, 20, seed=2026)
+    assert sum(reply.right for reply in replies) >= 19, [reply for reply in replies if not reply.right]
 
 
 def test_a_figure_is_drawn_where_it_is_asked_for():

@@ -23,7 +23,10 @@ COLOURS = {
     "purple": ("紫色", (140, 50, 170)),
     "black": ("黑色", (25, 25, 25)),
 }
-FIGURES = [None, *((shape, colour) for shape in SHAPES for colour in COLOURS)]  # None: a picture without a figure
+FIGURES = [
+    None,
+    *((shape, colour) for shape in SHAPES for colour in COLOURS),
+]  # None: a picture without a figure
 QUESTIONS = {"en": "What is in this picture?", "zh": "这张图里有什么？"}
 _FINE = 3  # drawn this many times larger, then made smaller, so that slanted edges are smooth
 
@@ -32,7 +35,7 @@ def _corners(shape: str, x: float, y: float, radius: float) -> list[tuple[float,
     if shape == "square":
         half = radius * 0.8
         return [(x - half, y - half), (x + half, y - half), (x + half, y + half), (x - half, y + half)]
-    points, inner = (3, 1.0) if shape == "triangle" else (10, 0.42)
+    points, inner = (3, 1.0) if shape == "triangle" else (10, 0.38)
     return [
         (
             x + radius * (inner if n % 2 and points == 10 else 1.0) * math.sin(2 * math.pi * n / points),
@@ -79,15 +82,22 @@ def draw(
             f"there is no figure {colour} {shape}; shapes are {', '.join(SHAPES)}, colours {', '.join(COLOURS)}."
         )
     x, y = centre or (width / 2, height / 2)
-    return _paint(shape, COLOURS[colour][1], width, height, x, y, radius or min(width, height) / 4, background)
+    return _paint(
+        shape, COLOURS[colour][1], width, height, x, y, radius or min(width, height) / 4, background
+    )
 
 
 def random_picture(
-    rng: random.Random, *, sides: tuple[int, int] = (256, 448), step: int = 32, empty: float = 0.0
+    rng: random.Random,
+    *,
+    sides: tuple[int, int] = (256, 448),
+    step: int = 32,
+    empty: float = 0.0,
+    radii: tuple[float, float] = (0.14, 0.42),
 ) -> tuple[Image, tuple[str, str] | None]:
     """A picture and the (shape, colour) of its figure, all at random: sides, place, size, tint, pale background.
 
-    Sides are multiples of `step` pixels within `sides`. With the chance `empty` there is no figure: the picture is of
+    Sides are `step` pixels apart within `sides`, and `radii` are in shares of the shorter side. With the chance `empty` there is no figure: the picture is of
     one colour, any, and None stands for the figure.
     """
     width, height = (rng.randrange(sides[0], sides[1] + 1, step) for _ in range(2))
@@ -96,7 +106,7 @@ def random_picture(
 
         return Image.new("RGB", (width, height), tuple(rng.randint(0, 255) for _ in range(3))), None
     shape, colour = rng.choice(list(SHAPES)), rng.choice(list(COLOURS))
-    radius = min(width, height) * rng.uniform(0.14, 0.42)
+    radius = min(width, height) * rng.uniform(*radii)
     x, y = rng.uniform(radius, width - radius), rng.uniform(radius, height - radius)
     fill = tuple(min(255, max(0, value + rng.randint(-15, 15))) for value in COLOURS[colour][1])
     background = "white" if rng.random() < 0.4 else tuple(rng.randint(215, 255) for _ in range(3))

@@ -1,7 +1,7 @@
 """Teach the tiny model its answers: `python -m qrecipe.teaching_model.train trained.safetensors`.
 
-Two stages; the shipped weights took 18 minutes on a busy two-core machine (2026-11-30). First the vision tower alone learns figures: every patch token has to tell
-the shape and the colour in its picture. Then language model and tower learn together what to say. Only the embedding
+Two stages; the shipped weights took 157 and 461 s on two cores (2026-11-30). First the vision tower alone learns
+figures: every patch token has to tell the shape and the colour in its picture. Then language model and tower learn together what to say. Only the embedding
 rows of tokens in use are trained; beside them a sample of the fixed rows, drawn anew at every step, stands for the
 other 247,000 tokens. Weights are rounded to bfloat16 before every forward pass, so what is learned is what is shipped.
 """
@@ -25,9 +25,18 @@ from .delta_rule import chunk_gated_delta_rule
 from .lesson import IMAGE, Example, Lesson
 from .pictures import COLOURS, SHAPES, random_picture
 from .tokenizer import CHAT_TEMPLATE, write_tokenizer
-from .weights import EMBEDDING, IDS, POSITIONS, ROWS, bf16_bits, bf16_values, generated_rows, write_safetensors
+from .weights import (
+    EMBEDDING,
+    IDS,
+    POSITIONS,
+    ROWS,
+    bf16_bits,
+    bf16_values,
+    generated_rows,
+    write_safetensors,
+)
 
-VISION_STEPS, VISION_BATCH, VISION_RATE = 450, 32, 2e-3
+VISION_STEPS, VISION_BATCH, VISION_RATE = 600, 32, 2e-3
 STEPS, RATE, TOWER_RATE = 140, 6e-3, 3e-4
 
 
@@ -60,7 +69,9 @@ class Rounded:
         share = self.done / self.steps
         for group in self.adam.param_groups:
             warm = min(1.0, (self.done + 1) / 15)
-            group["lr"] = group["top"] * warm * (0.08 + 0.92 * min(1.0, 1.5 * (1 + math.cos(math.pi * share)) / 2))
+            group["lr"] = (
+                group["top"] * warm * (0.08 + 0.92 * min(1.0, 1.5 * (1 + math.cos(math.pi * share)) / 2))
+            )
         self.adam.step()
         self.done += 1
         self.round()
@@ -118,27 +129,41 @@ def teach_seeing(tower, rng: random.Random, steps: int, device) -> None:
 
     def loss(head: str, states: Tensor, shape: Tensor, colour: Tensor) -> Tensor:
         found = heads[head](states)
-        return F.cross_entropy(found[:, : len(shapes)], shape) + 0.3 * F.cross_entropy(found[:, len(shapes) :], colour)
+        return F.cross_entropy(found[:, : len(shapes)], shape) + 0.3 * F.cross_entropy(
+            found[:, len(shapes) :], colour
+        )
 
     for step in range(steps):
-        sides = (256, 256) if step < 0.75 * steps else (256, 448)
-        drawn = [random_picture(rng, sides=sides, empty=0.04) for _ in range(VISION_BATCH)]
+        # Small pictures first: less background to look at, so more steps in the same time.
+        sides, least = ((160, 224), 0.2) if step < 0.8 * steps else ((256, 384), 0.14)
+        drawn = [
+            random_picture(rng, sides=sides, radii=(least, 0.42), empty=0.04) for _ in range(VISION_BATCH)
+        ]
         pixels, grids = patches([image for image, _ in drawn], device)
         tokens = grids.prod(1) // 4
-        kinds = [(shapes.index(s), colours.index(c)) for s, c in (figure or (None, None) for _, figure in drawn)]
+        kinds = [
+            (shapes.index(s), colours.index(c)) for s, c in (figure or (None, None) for _, figure in drawn)
+        ]
         kind = torch.tensor(kinds, device=device)
         states = tower(pixels, grid_thw=grids).pooler_output
         each = kind.repeat_interleave(tokens, 0)
         edge = pixels.amax(1) - pixels.amin(1) > 0.15
         mean = torch.stack([part.mean(0) for part in states.split(tokens.tolist())])
         near = edge.view(-1, 4).any(1)
-        total = loss("mean", mean, *kind.T) + loss("token", states, *each.T) + loss("token", states[near], *each[near].T)
+        total = (
+            loss("mean", mean, *kind.T)
+            + loss("token", states, *each.T)
+            + loss("token", states[near], *each[near].T)
+        )
         total = total + 0.5 * loss("edge", first["out"][edge], *each.repeat_interleave(4, 0)[edge].T)
         total.backward()
         adam.step()
         if step % 50 == 49:
             right = (heads["token"](states)[:, : len(shapes)].argmax(1) == each[:, 0]).float().mean()
-            print(f"seeing {step + 1}/{steps}, {time.time() - start:.0f} s: {right:.1%} of tokens tell the shape", flush=True)
+            print(
+                f"seeing {step + 1}/{steps}, {time.time() - start:.0f} s: {right:.1%} of tokens tell the shape",
+                flush=True,
+            )
     hook.remove()
 
 
@@ -167,7 +192,9 @@ def hidden_states(model, lesson: Lesson, batch: list[Example], device) -> tuple[
     if images:
         pixels, grids = patches(images, device)
         kinds = (ids == lesson.compact(IMAGE)).int()
-        out = model.model(ids, pixel_values=pixels, image_grid_thw=grids, mm_token_type_ids=kinds, use_cache=False)
+        out = model.model(
+            ids, pixel_values=pixels, image_grid_thw=grids, mm_token_type_ids=kinds, use_cache=False
+        )
     else:
         out = model.model.language_model(ids, use_cache=False)
     there = target >= 0
@@ -179,7 +206,10 @@ def teach_speaking(model, lesson: Lesson, steps: int, device) -> None:
     rows = len(lesson.used)
     named = {n: p for n, p in model.named_parameters() if "pos_embed" not in n and n != "lm_head.weight"}
     embedding = model.model.language_model.embed_tokens.weight
-    adam, start = Rounded(named, {"model.language_model": RATE, "model.visual": TOWER_RATE}, steps), time.time()
+    adam, start = (
+        Rounded(named, {"model.language_model": RATE, "model.visual": TOWER_RATE}, steps),
+        time.time(),
+    )
     for step in range(steps):
         shown = lesson.book() + lesson.strangers(8) + lesson.seen(10, (256, 256))
         if step % 4 == 3:
@@ -197,7 +227,10 @@ def teach_speaking(model, lesson: Lesson, steps: int, device) -> None:
             wrong += int((logits.argmax(1) != target)[weight >= 1].sum())
         adam.step(rows)
         if step % 10 == 9:
-            print(f"speaking {step + 1}/{steps}, {time.time() - start:.0f} s: loss {losses:.4f}, {wrong} wrong", flush=True)
+            print(
+                f"speaking {step + 1}/{steps}, {time.time() - start:.0f} s: loss {losses:.4f}, {wrong} wrong",
+                flush=True,
+            )
 
 
 @torch.no_grad()
@@ -255,4 +288,6 @@ if __name__ == "__main__":
     options = parser.parse_args()
     began = time.time()
     least = train(options.path, seed=options.seed, device=options.device, share=options.share)
-    print(f"{options.path}: {options.path.stat().st_size:,} bytes, margin {least:.2f}, {time.time() - began:.0f} s")
+    print(
+        f"{options.path}: {options.path.stat().st_size:,} bytes, margin {least:.2f}, {time.time() - began:.0f} s"
+    )
