@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import unicodedata
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -144,6 +145,17 @@ def test_a_real_shape_gets_everything_but_weights(folder, tmp_path):
     assert (made / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
     with pytest.raises(BadInput, match="vocabulary of 1000"):
         teaching_model.exact_shape_dir({"vocab_size": 1000}, tmp_path / "small")
+
+
+@pytest.mark.parametrize("size", ["0.8B", "2B", "4B", "9B"])
+def test_a_bundled_shape_becomes_a_folder_that_transformers_reads(size, tmp_path, caplog):
+    from transformers import AutoConfig
+
+    bundled = Path(teaching_model.__file__).parents[1] / f"data/shapes/Qwen3.5-{size}.json"
+    made = teaching_model.exact_shape_dir(json.loads(bundled.read_text()), tmp_path / size)
+    text = (made / "config.json").read_text()
+    assert "unknown" not in text and "_note" not in text and "transformers_version" in text
+    assert AutoConfig.from_pretrained(made).get_text_config().num_hidden_layers > 0 and not caplog.records
 
 
 # -- tokenizer and template

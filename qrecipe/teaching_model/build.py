@@ -35,6 +35,7 @@ _VIDEOS = _VISION | {
 # Pixels of a picture after resizing: at least 64 tokens; at most 16,384 tokens, or 1,024 for the teaching model, which
 # saves half a minute of vLLM's warm-up.
 SHORTEST_EDGE, LONGEST_EDGE, TEACHING_LONGEST_EDGE = 65_536, 16_777_216, 1_048_576
+TRANSFORMERS = {"transformers_version": "5.17.0"}  # transformers warns of a config.json without one
 _GENERATION = {
     "bos_token_id": 248044,
     "eos_token_id": [248046, 248044],
@@ -111,10 +112,20 @@ def build(directory: str | Path, *, trained: str | Path = TRAINED) -> Path:
     return Path(directory).expanduser().absolute()
 
 
+def _known(facts: dict) -> dict:
+    """The facts at every depth without those that are "unknown", and without notes (names with a leading underscore)."""
+    return {
+        name: _known(value) if isinstance(value, dict) else value
+        for name, value in facts.items()
+        if value != "unknown" and not name.startswith("_")
+    }
+
+
 def exact_shape_dir(config: dict, directory: str | Path) -> Path:
     """Write a model folder without weights for a real Qwen3.5 `config`, to be served with `--load-format dummy`.
 
-    Same tokenizer and chat template as the teaching model, and the published limits on a picture's pixels.
+    Same tokenizer and chat template as the teaching model, and the published limits on a picture's pixels. What the
+    configuration calls "unknown" is left out, so that vLLM takes its own default instead of refusing the word.
     """
     vocabulary = config.get("text_config", config).get("vocab_size", 0)
     if vocabulary < 248_077:
@@ -123,5 +134,5 @@ def exact_shape_dir(config: dict, directory: str | Path) -> Path:
             "give the configuration of a Qwen3.5 model."
         )
     with _whole_or_nothing(directory) as draft:
-        _write_all_but_weights(draft, config, LONGEST_EDGE)
+        _write_all_but_weights(draft, TRANSFORMERS | _known(config), LONGEST_EDGE)
     return Path(directory).expanduser().absolute()
