@@ -307,7 +307,7 @@ def line_plot(
     return figure
 
 
-_ELSEWHERE = {"timeline": "show_request", "patch_grid": "show_request", "memory_svg": "show_live", "dashboard": "show_live", "distributions": "show_batch", "sweep": "show_batch"}
+_ELSEWHERE = {"timeline": "show_request", "patch_grid": "show_request", "one_line": "show_request", "memory_svg": "show_live", "dashboard": "show_live", "distributions": "show_batch", "sweep": "show_batch"}
 
 
 def __getattr__(name: str) -> Any:

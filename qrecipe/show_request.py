@@ -14,6 +14,12 @@ if TYPE_CHECKING:
 KINDS = {"reasoning": (1, 0.17, "reasoning token"), "content": (0, 0.33, "answer token"), "tool": (3, 0.25, "tool call")}
 
 
+def one_line(text: str | None, width: int = 400) -> str:
+    """A model's words in one line: line ends as ⏎, what is beyond `width` as …, so that any answer can be shown."""
+    line = (text or "").strip(" ").replace("\n", "⏎")
+    return line if len(line) <= width else line[: width - 1] + "…"
+
+
 def timeline(dissection: "Dissection | Sequence[Dissection]", names: Sequence[str] | None = None) -> "Figure":
     """One request a row: a bar up to the first token (TTFT: waiting and prefill), then a tick for every chunk of tokens.
 

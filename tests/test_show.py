@@ -121,3 +121,8 @@ def test_a_dashboard_redraws_when_a_knob_turns(monkeypatch):
     assert picture.value == "<p>1 y</p>"
     slider.value = 3
     assert picture.value == "<p>no &lt;3&gt;</p>"
+
+
+@pytest.mark.parametrize("text, shown", [(None, ""), (" a\nb ", "a⏎b"), ("\n" * 9, "⏎⏎⏎⏎…"), ("abcde", "abcde"), ("abcdef", "abcd…")])
+def test_any_answer_fits_one_line(text, shown):
+    assert show.one_line(text, 5) == shown
