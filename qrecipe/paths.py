@@ -27,14 +27,14 @@ def runs_dir() -> Path:
 
 
 def writable(folder: Path, mode: int = 0o777) -> Path:
-    """Make `folder` and show that a file can be written in it.
+    """Make `folder` and show that a file of 64 KiB can be written in it.
 
     Raises BadInput with the variable that moves it when it cannot.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=mode)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        with tempfile.TemporaryFile(dir=folder) as f:
+            f.write(bytes(65536))  # an empty file can be made on a full disk
     except OSError as e:
         raise BadInput(
             f"cannot write in {folder} ({e.strerror or e}): make it writable, free some disk, or set QRECIPE_STATE and QRECIPE_RUNS to folders that are"

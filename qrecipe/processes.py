@@ -1,5 +1,6 @@
 """Processes of one server, found by a token in their environment, and processes that own it."""
 
+import ctypes
 import os
 import signal
 import time
@@ -43,6 +44,34 @@ def end_all(token: str, seconds: float = 10.0) -> list[int]:
     return []
 
 
+def listens(processes: list[psutil.Process], port: int) -> bool:
+    """True when one of these very processes listens on `port`, and not somebody else."""
+    for process in processes:
+        try:
+            connections = process.net_connections("tcp")
+        except psutil.Error:
+            continue
+        if any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in connections):
+            return True
+    return False
+
+
+def listener(port: int) -> str:
+    """Who listens on `port`, for a sentence; of another user's process only the fact can be seen."""
+    try:
+        pids = [c.pid for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
+        if pids and pids[0]:
+            return f"process {pids[0]} ({' '.join(psutil.Process(pids[0]).cmdline())[:60]})"
+    except psutil.Error:
+        pass
+    return "another process"
+
+
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Between fork and exec: the kernel sends this process `number` when its parent dies."""
+    ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+
+
 @dataclass(frozen=True)
 class Pid:
     """A process that is not mistaken for a later one with the same id: its start is counted in clock ticks since boot."""
@@ -52,18 +81,22 @@ class Pid:
 
     @classmethod
     def of(cls, pid: int) -> "Pid":
-        return cls(pid, _start_ticks(pid) or 0)
+        return cls(pid, _stat(pid)[1])
 
     def alive(self) -> bool:
         """True while that very process runs; a zombie has ended."""
-        return _start_ticks(self.pid) == self.ticks != 0
+        return _stat(self.pid)[1] == self.ticks != 0
+
+    def stopped(self) -> bool:
+        """True while a signal (SIGSTOP) holds it."""
+        return _stat(self.pid) == ("T", self.ticks)
 
 
-def _start_ticks(pid: int) -> int | None:
-    """Field 22 of /proc/PID/stat, None for a process that is gone or a zombie. A clock jump does not move it."""
+def _stat(pid: int) -> tuple[str, int]:
+    """State and start of /proc/PID/stat, ("", 0) for a process that is gone or a zombie. A clock jump moves neither."""
     try:
         with open(f"/proc/{pid}/stat") as f:
             after_name = f.read().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if after_name[0] in "ZX" else int(after_name[19])
+    except (OSError, ValueError):
+        return "", 0
+    return ("", 0) if after_name[0] in "ZX" else (after_name[0], int(after_name[19]))

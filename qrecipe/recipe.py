@@ -10,6 +10,7 @@ from .errors import BadInput
 
 SERVED_NAME = "qwen3.5-4b"
 GPU_MODEL = "Qwen/Qwen3.5-4B"
+NO_DOMAIN = "none.invalid"  # a name that cannot be resolved (RFC 2606): the server fetches no picture from anywhere
 TEACHING = "teaching-model"  # the start of its folder's name
 # A start of the teaching model is imports and tokenizer copies: share the tokenizer (plugin.py), and let the worker live
 # in the engine core's process. vLLM then cannot bind OpenMP threads itself, so one thread is set here.
@@ -44,6 +45,7 @@ class ServeRecipe:
     language_model_only: bool = False
     enforce_eager: bool = False
     enable_prefix_caching: bool | None = None
+    allowed_media_domains: str | None = NO_DOMAIN
     trust_remote_code: bool = False
     extra: tuple[str, ...] = ()
     env: dict = field(default_factory=dict)
@@ -133,7 +135,7 @@ def recipe_for(engine: str, model: str, *, port: int = 8000, weights: str = "rea
     QRECIPE_SERVE_EXTRA="--gdn-prefill-backend triton".
     """
     local = Path(model).is_dir()
-    env = {"VLLM_NO_USAGE_STATS": "1"}
+    env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0"}
     flags: dict = {"model": str(model), "port": port}
     if local:
         env["HF_HUB_OFFLINE"] = "1"

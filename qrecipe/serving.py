@@ -4,13 +4,12 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 import uuid
-from dataclasses import asdict, dataclass
-from datetime import datetime
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import psutil
@@ -20,11 +19,15 @@ from .errors import BadInput, ServerFailed
 from .paths import state_dir, writable, write_whole
 from .processes import Pid, end_all
 from .recipe import ServeRecipe
-from .supervisor import ENDED, listener, living_owners
+from .start_checks import check_start, key_for, new_log, process_argv
+from .supervisor import ENDED, address, living_owners
 
-LOGS_KEPT = 20
 SHARED = "QRECIPE_SHARED"  # in a chapter's environment: the token of the server that its run started
 START_LIMIT = 1200.0  # seconds that a start may take before it is given up
+COME_UP = 20.0  # seconds that a supervisor has to write its first state
+OPEN_PATHS = (
+    "/health, /metrics, /version, /tokenize, /detokenize, /invocations, /load, /docs"  # without a key, vLLM 0.27.0
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Server:
 
     base_url: str
     model: str
-    api_key: str
+    api_key: str = field(repr=False)
     root: str
     max_model_len: int | None
     log: Path | None = None
@@ -43,44 +46,42 @@ class Server:
 
     @classmethod
     def start(
-        cls,
-        recipe: ServeRecipe,
-        *,
-        keep: bool = False,
-        grace: float = 0.0,
-        log_dir: Path | None = None,
-        on_progress=None,
-    ) -> "Server":
+        cls, recipe: ServeRecipe, *, keep: bool = False, grace: float = 0.0, new_key: bool = False,
+        log_dir: Path | None = None, on_progress=None,
+    ) -> "Server":  # fmt: skip
         """Start a server for this recipe, or join the running one with the same flags, and wait until it answers.
 
         The calling process becomes an owner: when the last owner has gone for `grace` seconds the server is stopped,
-        unless `keep`. `on_progress(seconds, log)` is called about once a second while waiting.
-        Raises BadInput before anything starts (port taken, model folder missing, other flags than the running server's)
-        and ServerFailed when the start fails; then nothing is left running.
+        unless `keep`. `new_key` gives it an API key of its own. `on_progress(seconds, log)` is called about four times
+        a second while waiting. Raises BadInput before anything starts (port taken, model folder missing, GPU in use,
+        other flags than the running server's) and ServerFailed when the start fails; then nothing is left running.
         """
-        folder = launch(recipe, keep=keep, grace=grace, log_dir=log_dir)
+        folder = launch(recipe, keep=keep, grace=grace, new_key=new_key, log_dir=log_dir)
         return cls.wait(folder, recipe.port, on_progress=on_progress)
 
     @classmethod
     def wait(cls, folder: Path, port: int, *, on_progress=None) -> "Server":
         """Wait until the server of this folder answers; ServerFailed with cause and log when it does not."""
-        began = time.monotonic()
+        began, state = time.monotonic(), {"log": "", "why": "its state file is gone"}
         try:
-            while (state := read_state(folder))["status"] != "ready":
-                if state["status"] in ENDED or not supervised(state):
-                    raise ServerFailed(failure_text(state))
+            while True:
+                state = read_state(folder) or state
+                if state.get("status") == "ready" and supervised(state):
+                    break
+                if state.get("status", "died") in ENDED or not supervised(state):
+                    raise ServerFailed(failure_text(read_state(folder) or state))
                 if time.monotonic() - began > START_LIMIT:
                     stop(port)
                     raise ServerFailed(f"the server did not answer within {START_LIMIT:.0f} s; its log: {state['log']}")
                 if on_progress:
-                    on_progress(time.time() - state["started"], Path(state["log"]))
+                    on_progress(time.monotonic() - state["started"], Path(state["log"]))
                 time.sleep(0.25)
         except BaseException:
             leave(folder)
             raise
         if on_progress:
             on_progress(None, Path(state["log"]))
-        return cls.attach(f"http://127.0.0.1:{port}/v1", folder=folder)
+        return cls.attach(f"http://{address(state['recipe']['host'])}:{port}/v1", folder=folder)
 
     @classmethod
     def attach(
@@ -92,7 +93,9 @@ class Server:
         """
         import httpx
 
-        key = api_key or os.environ.get("VLLM_API_KEY") or os.environ.get("OPENAI_API_KEY") or "EMPTY"
+        state = read_state(folder) if folder else {}
+        own = (folder / "api-key").read_text() if state.get("key") else None
+        key = api_key or own or os.environ.get("VLLM_API_KEY") or os.environ.get("OPENAI_API_KEY") or "EMPTY"
         base_url = base_url.rstrip("/")
         if not base_url.startswith(("http://", "https://")):
             raise BadInput(f"base_url {base_url!r} is no address: expected something like http://127.0.0.1:8000/v1")
@@ -104,8 +107,10 @@ class Server:
             raise BadInput(
                 f"no server answers at {base_url} ({type(e).__name__}): start one with 'qrecipe serve', or leave base_url empty"
             ) from None
-        if reply.status_code == 401:
-            raise BadInput(f"{base_url} wants an API key: set VLLM_API_KEY in the environment")
+        if reply.status_code in (401, 403):
+            raise BadInput(
+                f"{base_url} wants {'an' if key == 'EMPTY' else 'another'} API key: set VLLM_API_KEY in the environment"
+            )
         try:
             served = reply.json()["data"]
             first = next(m for m in served if not model or m["id"] == model)
@@ -116,7 +121,6 @@ class Server:
             raise BadInput(
                 f"{base_url}/models answered {reply.status_code}, but not as an OpenAI-compatible server does{hint}"
             ) from None
-        state = read_state(folder) if folder else {}
         return cls(
             base_url, first["id"], key, first.get("root") or first["id"], first.get("max_model_len"),
             Path(state["log"]) if folder else None, folder, ServeRecipe.from_dict(state["recipe"]) if folder else None,
@@ -142,94 +146,84 @@ def server_folder(port: int) -> Path:
     return folder
 
 
-def launch(recipe: ServeRecipe, *, keep: bool = False, grace: float = 0.0, log_dir: Path | None = None) -> Path:
+def launch(
+    recipe: ServeRecipe, *, keep: bool = False, grace: float = 0.0, new_key: bool = False, log_dir: Path | None = None
+) -> Path:
     """Start the supervisor, or join the server that runs with these flags. Returns the server's folder without waiting."""
     folder = server_folder(recipe.port)
     try:
-        with FileLock(folder / "lock", timeout=60):
-            state = read_state(folder)
-            while state and state["status"] == "stopping" and supervised(state):
-                time.sleep(0.2)
+        with FileLock(folder / "lock", timeout=60, mode=0o600):
+            key = key_for(recipe, folder, new_key)
+            state, now = read_state(folder), time.monotonic()
+            deadline = min(now, state.get("started", now) if state.get("status") == "launching" else now) + COME_UP
+            while _passing(state) and time.monotonic() < deadline:  # a stop, or a start whose caller was killed
+                time.sleep(0.1)
                 state = read_state(folder)
             if state and state["status"] not in ENDED and supervised(state):
-                differing = ServeRecipe.from_dict(state["recipe"]).differences(recipe)
-                if differing:
-                    raise BadInput(
-                        f"a server with other flags runs on port {recipe.port} ({'; '.join(differing)} asked for): stop it with 'qrecipe stop --port {recipe.port}', or choose another port"
-                    )
-                join(folder, grace)
-                return folder
+                return join_running(state, recipe, folder, keep, grace, key)
             if state:
                 if os.environ.get(SHARED) == state["token"] and state["status"] in ("failed", "died"):
                     raise ServerFailed(failure_text(state))  # the run's own server: a second start would fail as well
                 end_all(state["token"])
             check_start(recipe)
-            log = new_log(log_dir, recipe.port)
-            state = {
-                "status": "launching", "token": uuid.uuid4().hex, "argv": process_argv(recipe), "recipe": asdict(recipe), "log": str(log),
-                "keep": keep, "started": time.time(),
-            }  # fmt: skip
-            (folder / "stop").unlink(missing_ok=True)
-            write_whole(folder / "server.json", json.dumps(state, indent=1), mode=0o600)
-            join(folder, grace)
-            with open(log, "ab") as out:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "qrecipe.supervisor", str(folder)],
-                    stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
-                )  # fmt: skip
-            while read_state(folder)["status"] == "launching":
-                if process.poll() is not None:
-                    raise ServerFailed(
-                        f"the supervisor ended with exit code {process.returncode} before it started the server; see {log}"
-                    )
-                time.sleep(0.05)
+            start_supervisor(recipe, folder, keep, grace, key, new_log(log_dir, recipe.port))
     except Timeout:
         raise ServerFailed(
             f"another start on port {recipe.port} holds {folder / 'lock'}: wait for it, or end that process"
         ) from None
+    except OSError as e:
+        raise BadInput(
+            f"cannot start a server with its state in {folder} ({e.strerror or e}): mend that, or set QRECIPE_STATE"
+        ) from None
     return folder
 
 
-def process_argv(recipe: ServeRecipe) -> list[str]:
-    """The recipe's command as this Python runs it: `vllm` is found whatever PATH says."""
-    return [sys.executable, "-m", "vllm.entrypoints.cli.main", *recipe.argv()[1:]]
+def _passing(state: dict) -> bool:
+    """True while a state is about to change by itself."""
+    return bool(state) and (state["status"] == "launching" or state["status"] == "stopping" and supervised(state))
 
 
-def check_start(recipe: ServeRecipe) -> None:
-    """What can be known before a start: is the model there and complete, is the port free?"""
-    path = Path(recipe.model)
-    if path.is_absolute() or path.exists() or recipe.model.startswith((".", "~")):
-        from .model_folder import require_folder
-
-        require_folder(path, weights=recipe.load_format != "dummy")
-    host = recipe.host if recipe.host != "localhost" else "127.0.0.1"
-    with socket.socket() as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            s.bind((host, recipe.port))
-        except OSError as e:
-            pid = listener(recipe.port)
-            who = f"process {pid} ({' '.join(psutil.Process(pid).cmdline())[:60]})" if pid else "another process"
-            raise BadInput(
-                f"port {recipe.port} on {host} cannot be used ({e.strerror}, held by {who}): stop that, choose another port (-p port {recipe.port + 1}), or attach with base_url"
-            ) from None
+def join_running(state: dict, recipe: ServeRecipe, folder: Path, keep: bool, grace: float, key: str | None) -> Path:
+    """Become an owner of the running server; BadInput says which flags differ."""
+    differing = ServeRecipe.from_dict(state["recipe"]).differences(recipe)
+    if bool(key) != state["key"]:
+        differing.append(f"{'an' if key else 'no'} API key instead of {'one' if state['key'] else 'none'}")
+    if differing:
+        raise BadInput(
+            f"a server with other flags runs on port {recipe.port} ({'; '.join(differing)} asked for): stop it with 'qrecipe stop --port {recipe.port}', or choose another port"
+        )
+    if keep:
+        (folder / "keep").touch()
+    join(folder, grace)
+    return folder
 
 
-def new_log(log_dir: Path | None, port: int) -> Path:
-    """A log file that did not exist before; of the older ones in the state folder the last twenty are kept."""
-    folder = writable(Path(log_dir) if log_dir else state_dir() / "logs")
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    for n in range(1000):
-        log = folder / f"server-{stamp}-port{port}{f'-{n}' if n else ''}.log"
-        try:
-            log.touch(exist_ok=False)
-            break
-        except FileExistsError:
-            continue
-    if not log_dir:
-        for old in sorted(folder.glob("server-*.log"))[:-LOGS_KEPT]:
-            old.unlink(missing_ok=True)
-    return log
+def start_supervisor(recipe: ServeRecipe, folder: Path, keep: bool, grace: float, key: str | None, log: Path) -> None:
+    """Write the first state and start the supervisor; return when it has started the server."""
+    state = {
+        "status": "launching", "token": uuid.uuid4().hex, "argv": process_argv(recipe), "recipe": asdict(recipe),
+        "log": str(log), "key": bool(key), "started": time.monotonic(),
+    }  # fmt: skip
+    for name, wanted in (("stop", False), ("keep", keep)):
+        (folder / name).touch() if wanted else (folder / name).unlink(missing_ok=True)
+    if key:
+        write_whole(folder / "api-key", key, mode=0o600)
+    write_whole(folder / "server.json", json.dumps(state, indent=1), mode=0o600)
+    file = join(folder, grace)
+    env = {k: v for k, v in os.environ.items() if k != "VLLM_API_KEY"} | ({"VLLM_API_KEY": key} if key else {})
+    with open(log, "ab") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "qrecipe.supervisor", str(folder), state["token"]],
+            stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True,
+        )  # fmt: skip
+    while (read_state(folder) or state)["status"] == "launching":
+        if process.poll() is not None:
+            file.unlink(missing_ok=True)
+            write_whole(
+                folder / "server.json", json.dumps(state | {"status": "failed", "why": tail(log, 1)}), mode=0o600
+            )
+            raise ServerFailed(f"the supervisor ended before it started the server: {tail(log, 1)}. Log: {log}")
+        time.sleep(0.05)
 
 
 def join(folder: Path, grace: float = 0.0, pid: int | None = None) -> Path:
@@ -250,7 +244,13 @@ def leave(folder: Path, wait: float = 0.0) -> None:
     deadline = time.monotonic() + wait
     while time.monotonic() < deadline:
         state = read_state(folder)
-        if not state or state["keep"] or state["status"] in ENDED or living_owners(folder) or not supervised(state):
+        if (
+            not state
+            or (folder / "keep").exists()
+            or state["status"] in ENDED
+            or living_owners(folder)
+            or not supervised(state)
+        ):
             return
         time.sleep(0.1)
 
@@ -260,21 +260,20 @@ def read_state(folder: Path) -> dict:
     file = folder / "server.json"
     try:
         state = json.loads(file.read_text())
-        for key in ("status", "token", "recipe", "log", "keep", "started"):
+        for key in ("status", "token", "recipe", "log", "key", "started"):
             state[key]
         return state
     except FileNotFoundError:
         return {}
     except (ValueError, KeyError, TypeError):
-        shutil.move(file, file.with_suffix(".damaged"))
+        with suppress(OSError):
+            shutil.move(file, file.with_suffix(".damaged"))
         return {}
 
 
 def supervised(state: dict) -> bool:
-    """True while the supervisor of this state runs (or is about to: its first second)."""
-    if "supervisor" not in state:
-        return state["status"] == "launching" and time.time() - state["started"] < 60
-    return Pid(*state["supervisor"]).alive()
+    """True while the supervisor of this state runs."""
+    return "supervisor" in state and Pid(*state["supervisor"]).alive()
 
 
 def status(port: int | None = None) -> list[dict]:
@@ -288,8 +287,9 @@ def status(port: int | None = None) -> list[dict]:
             port_ = state["recipe"]["port"]
             out.append(
                 {
-                    "port": port_, "status": word, "why": state.get("why"), "base_url": f"http://127.0.0.1:{port_}/v1", "model": state["recipe"]["model"],
-                    "log": state["log"], "owners": len(living_owners(folder)), "keep": state["keep"], "ready_seconds": state.get("ready_seconds"),
+                    "port": port_, "status": word, "why": state.get("why"), "base_url": f"http://{address(state['recipe']['host'])}:{port_}/v1", "model": state["recipe"]["model"],
+                    "log": state["log"], "owners": len(living_owners(folder)), "keep": (folder / "keep").exists(),
+                    "key_file": str(folder / "api-key") if state["key"] else None, "ready_seconds": state.get("ready_seconds"),
                 }
             )  # fmt: skip
     return out
@@ -302,7 +302,7 @@ def stop(port: int, seconds: float = 60.0) -> dict:
     if not state:
         return {}
     deadline = time.monotonic() + seconds
-    while (state := read_state(folder))["status"] not in ENDED and supervised(state):
+    while (state := read_state(folder) or state)["status"] not in ENDED and supervised(state):
         (folder / "stop").touch()
         if time.monotonic() > deadline:
             os.kill(state["supervisor"][0], signal.SIGKILL)  # its guard ends the server
@@ -316,14 +316,29 @@ def stop(port: int, seconds: float = 60.0) -> dict:
 
 def failure_text(state: dict) -> str:
     """Why a server did not come up: the log's own cause, its mend, and where the log is."""
+    why, log = state.get("why") or "its supervisor is gone", state["log"]
+    with suppress(OSError):
+        if shutil.disk_usage(Path(log).parent).free < 1 << 20:
+            return f"the server did not come up: {why}, and the disk of its log is full: free some of it. Log: {log}"
+    if found := diagnosis(log):
+        return f"{found['text']} - {found['cause']}. Mend: {found['mend']}. Log: {log}"
+    return f"the server did not come up: {why}. Log: {log}"
+
+
+def diagnosis(log: str | Path) -> dict | None:
+    """The failure that a log names (text, cause, mend), None when it names none or cannot be read."""
     from .startup_log import read_log
 
-    why = state.get("why") or "its supervisor is gone"
     try:
-        failure = read_log(state["log"]).failure
-    except Exception:  # an empty or unreadable log adds nothing to `why`
-        failure = None
-    if failure:
-        found = failure if isinstance(failure, dict) else asdict(failure)
-        return f"{found['text']} - {found['cause']}. Mend: {found['mend']}. Log: {state['log']}"
-    return f"the server did not come up: {why}. Log: {state['log']}"
+        found = read_log(log).failure
+    except Exception:  # an empty or unreadable log adds nothing
+        return None
+    return found if found is None or isinstance(found, dict) else asdict(found)
+
+
+def tail(log: str | Path, lines: int = 30) -> str:
+    """The last lines of a log, "" when it cannot be read."""
+    with suppress(OSError), open(log, "rb") as f:
+        f.seek(max(0, os.fstat(f.fileno()).st_size - 20_000))
+        return "\n".join(f.read().decode("utf-8", "replace").splitlines()[-lines:])
+    return ""

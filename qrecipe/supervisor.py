@@ -1,12 +1,11 @@
 """The one process that watches a server: it starts `vllm serve`, keeps its state file, and outlives nobody.
 
 Run by `Server.start`, never by hand. In the server's folder lie `server.json` (the state), `owners/` (one file for each
-process that uses the server) and, when somebody wants an end, `stop`. The server ends when the last owner is gone and
-its grace time is over, unless `keep`. A guard process ends the server where this process itself is killed: it holds a
-pipe that closes then.
+process that uses the server), `keep` when it is to stay without any, and, when somebody wants an end, `stop`. The server
+ends when the last owner is gone and its grace time is over. A guard process ends it where this process itself is killed:
+it holds a pipe that closes then.
 """
 
-import ctypes
 import json
 import os
 import signal
@@ -14,53 +13,54 @@ import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 from .paths import write_whole
-from .processes import TOKEN, Pid, end_all, server_processes
+from .processes import TOKEN, Pid, die_with_parent, end_all, listens, server_processes
 
-PR_SET_PDEATHSIG = 1
 ENDED = ("stopped", "failed", "died")
 POLL = 0.25  # seconds between two looks
-STALL = 900.0  # seconds without a new log line before a start counts as stalled
+QUIET = float(os.environ.get("QRECIPE_STALL", 120))  # seconds that a start may neither log nor compute
+HELD = float(os.environ.get("QRECIPE_STALL", 20))  # seconds that a process of the server may be held by a SIGSTOP
 TERM_WAIT = 8.0  # seconds that a ready server has to end by itself
+IDLE = 0.002  # processor seconds a second: less is a process that waits
+OPEN = urllib.request.build_opener(urllib.request.ProxyHandler({})).open  # a proxy of the environment is not asked
 
 
 class Supervisor:
     """Watches one server from its start to its end."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
-        self.state = json.loads((folder / "server.json").read_text())
-        self.token = self.state["token"]
+        self.folder, self.file = folder, folder / "server.json"
+        self.state = json.loads(self.file.read_text())
+        self.token, self.log = self.state["token"], self.state["log"]
         self.server: subprocess.Popen | None = None
         self.guard: subprocess.Popen | None = None
-        self.pipe: int | None = None
-        self.stopping = False
-        self.last_owner = time.monotonic()
-        self.grace = 0.0
+        self.pipe, self.stopping, self.grace, self.written = None, False, 0.0, None
+        self.last_owner = self.moved = time.monotonic()
+        self.held_since: float | None = None
+        self.size, self.used, self.engine = 0, 0.0, []
 
     def save(self, **changes) -> None:
+        """Write the state. Raises OSError when the disk is full: `watch` then tries again at its next look."""
         self.state |= changes
-        write_whole(self.folder / "server.json", json.dumps(self.state, indent=1), mode=0o600)
+        self.written = None
+        write_whole(self.file, json.dumps(self.state, indent=1), mode=0o600)
+        self.written = self.file.stat().st_ino
 
     def start(self) -> None:
+        self.start_guard()
         env = {k: v for k, v in os.environ.items() if k != "OPENBLAS_CORETYPE"} | self.state["recipe"]["env"]
         env |= {TOKEN: self.token, "PYTHONUNBUFFERED": "1", "SPT_NOENV": "1"}  # process titles must not wipe the token
         env["PATH"] = str(Path(sys.executable).parent) + os.pathsep + env.get("PATH", "")
-        with open(self.state["log"], "ab", buffering=0) as log:
+        with open(self.log, "ab", buffering=0) as log:
             self.server = subprocess.Popen(
-                self.state["argv"],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=env,
-                start_new_session=True,
-                preexec_fn=_die_with_parent,
-            )
-        self.start_guard()
+                self.state["argv"], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env,
+                start_new_session=True, preexec_fn=die_with_parent,
+            )  # fmt: skip
         me = Pid.of(os.getpid())
         self.save(status="starting", pid=self.server.pid, supervisor=[me.pid, me.ticks])
 
@@ -77,43 +77,68 @@ class Supervisor:
 
     def watch(self) -> None:
         """Look until the server ended or nobody wants it, then clean up and write how it ended."""
-        began = time.monotonic()
-        size, moved = 0, began
-        while True:
-            code = self.server.poll()
-            if code is not None:
-                word = "failed" if self.state["status"] == "starting" else "died"
-                return self.end(word, f"the server process ended by itself with exit code {code}")
-            if self.stopping or (self.folder / "stop").exists():
-                return self.end("stopped", "a stop was asked for")
-            if not self.wanted():
-                return self.end("stopped", "its last owner is gone")
-            if self.state["status"] == "starting":
-                now = os.path.getsize(self.state["log"]) if os.path.exists(self.state["log"]) else size
-                if now != size:
-                    size, moved = now, time.monotonic()
-                if time.monotonic() - moved > STALL:
-                    return self.end("failed", f"no line in its log for {STALL:.0f} s while it was starting")
-                if self.answers():
-                    self.save(status="ready", ready_seconds=round(time.monotonic() - began, 1))
+        began, looks = time.monotonic(), 0
+        while not (verdict := self.verdict(looks)):
+            if self.state["status"] == "starting" and self.answers():
+                self.state |= {"status": "ready", "ready_seconds": round(time.monotonic() - began, 1)}
+                self.written = None
+                parts = (p for p in server_processes(self.token) if p.name().startswith("VLLM::"))
+                self.engine = [(p.name(), Pid.of(p.pid)) for p in parts]
+            with suppress(OSError):  # a full disk, or a state file that somebody has damaged: written again
+                if self.written is None or self.file.stat().st_ino != self.written:
+                    self.save()
             if self.guard.poll() is not None:
                 self.start_guard()
+            looks += 1
             time.sleep(POLL)
+        self.end(*verdict)
+
+    def verdict(self, looks: int) -> tuple[str, str] | None:
+        """How the server ended or must end now, as (status, why); None while it goes on."""
+        starting = self.state["status"] == "starting"
+        code = self.server.poll()
+        if code is not None:
+            return "failed" if starting else "died", f"the server process ended by itself with exit code {code}"
+        if self.stopping or (self.folder / "stop").exists():
+            return "stopped", "a stop was asked for"
+        if not self.wanted():
+            return "stopped", "its last owner is gone"
+        for name, process in self.engine:
+            if not process.alive():
+                return "died", f"its process {name} ({process.pid}) is gone"
+        if looks % 8 == 0:
+            return self.stalled("failed" if starting else "died")
+        return None
+
+    def stalled(self, status: str) -> tuple[str, str] | None:
+        """A verdict when a process is held by a signal, or when a start neither logs nor computes."""
+        now, processes = time.monotonic(), server_processes(self.token)
+        held = [p for p in processes if Pid.of(p.pid).stopped()]
+        self.held_since = (self.held_since or now) if held else None
+        if held and now - self.held_since > HELD:
+            return status, f"its process {held[0].pid} was stopped by a signal (SIGSTOP) for {HELD:.0f} s"
+        used = 0.0
+        for process in processes:
+            with suppress(psutil.Error):
+                used += sum(process.cpu_times()[:2])
+        size = os.path.getsize(self.log) if os.path.exists(self.log) else self.size
+        if size != self.size or abs(used - self.used) > IDLE * max(1.0, now - self.moved):
+            self.size, self.used, self.moved = size, used, now
+        if status == "failed" and now - self.moved > QUIET:
+            return status, f"it stalled: no line in its log and no work done for {QUIET:.0f} s while it was starting"
+        return None
 
     def answers(self) -> bool:
         """True once the server's own process tree answers on the port, not somebody else's."""
         host, port = self.state["recipe"]["host"], self.state["recipe"]["port"]
         try:
-            with urllib.request.urlopen(f"http://{_loopback(host)}:{port}/health", timeout=2) as reply:
-                if reply.status != 200:
-                    return False
-        except OSError:
+            with OPEN(f"http://{address(host)}:{port}/health", timeout=2) as reply:
+                return reply.status == 200 and listens(server_processes(self.token), port)
+        except (OSError, ValueError):
             return False
-        ours = {p.pid for p in server_processes(self.token)}
-        return listener(port) in ours | {None}
 
     def wanted(self) -> bool:
-        if self.state["keep"]:
+        if (self.folder / "keep").exists():
             return True
         alive = living_owners(self.folder)
         if alive:
@@ -123,17 +148,18 @@ class Supervisor:
         return time.monotonic() - self.last_owner < self.grace
 
     def end(self, status: str, why: str) -> None:
-        self.save(status="stopping", before=status)
-        if self.state.get("ready_seconds") and self.server.poll() is None:
+        with suppress(OSError):
+            self.save(status="stopping", before=status)
+        if self.state.get("ready_seconds") and self.held_since is None and self.server.poll() is None:
             self.server.terminate()
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 self.server.wait(TERM_WAIT)
-            except subprocess.TimeoutExpired:
-                pass
         left = end_all(self.token)
         self.server.wait()
-        (self.folder / "stop").unlink(missing_ok=True)
-        self.save(status=status, why=why, left=left, exit_code=self.server.returncode)
+        for name in ("stop", "keep"):
+            (self.folder / name).unlink(missing_ok=True)
+        with suppress(OSError):
+            self.save(status=status, why=why, left=left, exit_code=self.server.returncode)
         os.write(self.pipe, b"done")
         os.close(self.pipe)
         self.guard.wait(10)
@@ -150,27 +176,14 @@ def living_owners(folder: Path) -> list[dict]:
                 continue
         except (OSError, ValueError, KeyError, TypeError):
             pass
-        file.unlink(missing_ok=True)
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
     return alive
 
 
-def listener(port: int) -> int | None:
-    """The process that listens on `port`, None when nobody does or it cannot be seen."""
-    try:
-        for c in psutil.net_connections("tcp"):
-            if c.status == psutil.CONN_LISTEN and c.laddr.port == port:
-                return c.pid
-    except psutil.Error:
-        pass
-    return None
-
-
-def _loopback(host: str) -> str:
-    return "127.0.0.1" if host in ("0.0.0.0", "::", "localhost") else host
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def address(host: str) -> str:
+    """Where this machine reaches a server that binds `host`."""
+    return "127.0.0.1" if host in ("0.0.0.0", "localhost", "") else "[::1]" if host == "::" else host
 
 
 def guard(folder: Path, token: str) -> None:
@@ -181,26 +194,26 @@ def guard(folder: Path, token: str) -> None:
         return
     left = end_all(token)
     file = folder / "server.json"
-    state = json.loads(file.read_text())
-    if state["token"] == token and state["status"] not in ENDED:
-        write_whole(
-            file,
-            json.dumps(state | {"status": "died", "why": "its supervisor was killed", "left": left}, indent=1),
-            mode=0o600,
-        )
+    with suppress(OSError, ValueError, KeyError):
+        state = json.loads(file.read_text())
+        if state["token"] == token and state["status"] not in ENDED:
+            (folder / "keep").unlink(missing_ok=True)
+            state |= {"status": "died", "why": "its supervisor was killed", "left": left}
+            write_whole(file, json.dumps(state, indent=1), mode=0o600)
 
 
 def main() -> None:
     if sys.argv[1] == "--guard":
         return guard(Path(sys.argv[2]), sys.argv[3])
     supervisor = Supervisor(Path(sys.argv[1]))
+    if supervisor.token != sys.argv[2]:  # came up so late that another start has taken its place
+        return
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: setattr(supervisor, "stopping", True))
     try:
         supervisor.start()
-    except OSError as e:
-        supervisor.save(status="failed", why=f"the server could not be started: {e}", exit_code=None, left=[])
-        return
+    except OSError as e:  # its guard ends what has been started
+        sys.exit(f"qrecipe: the server could not be started: {e}")
     supervisor.watch()
 
 

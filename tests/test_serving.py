@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import free_port
 
 from qrecipe import serving
 from qrecipe.errors import BadInput, ServerFailed
@@ -17,28 +18,29 @@ from qrecipe.processes import Pid, server_processes
 from qrecipe.recipe import ServeRecipe
 from qrecipe.serving import Server
 
-STUB = str(Path(__file__).with_name("stub_server.py"))
+STUB = Path(__file__).with_name("stub")
 
 
 @pytest.fixture
 def port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    return free_port()
+
+
+class Manner(dict):
+    """Words for the stub, handed on by the environment."""
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        os.environ["STUB"] = " ".join(f"{k}={v}" for k, v in self.items())
 
 
 @pytest.fixture
 def stub(tmp_path, monkeypatch):
-    """Serve the stub instead of vLLM, in a state folder of the test's own; nothing may be left of it."""
-    monkeypatch.setenv("QRECIPE_STATE", str(tmp_path / "state"))
-    monkeypatch.setenv("PYTHONPATH", str(Path(serving.__file__).parent.parent))
-    manner = {"delay": "0.2", "word": ""}
-
-    def argv(recipe):
-        return [sys.executable, STUB, str(recipe.port), manner["delay"], manner["word"]]
-
-    monkeypatch.setattr(serving, "process_argv", argv)
-    yield manner
+    """`vllm serve` is the stub, in a state folder of the test's own; nothing may be left of it."""
+    for name, value in {"QRECIPE_STATE": tmp_path / "state", "PYTHONPATH": STUB, "STUB": "load=0.1"}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    yield Manner()
     for folder in (tmp_path / "state" / "servers").glob("port-*"):
         state = serving.read_state(folder)
         serving.stop(int(folder.name[5:]))
@@ -71,7 +73,7 @@ def outsider(port: int, action: str = "time.sleep(600)") -> subprocess.Popen:
 
 def test_start_answers_and_leaving_ends_the_whole_tree(stub, port):
     server = Server.start(ServeRecipe("stub", port=port))
-    assert (server.model, server.max_model_len) == ("stub", 4096)
+    assert (server.model, server.max_model_len) == ("qwen3.5-4b", 4096)
     assert len(server_processes(token_of(server))) == 3
     server.leave(wait=20)
     assert server_processes(token_of(server)) == []
@@ -103,7 +105,7 @@ def test_a_killed_supervisor_takes_the_server_with_it(stub, port):
     assert gone(token_of(server))
     time.sleep(0.5)
     assert "supervisor was killed" in serving.read_state(server.folder)["why"]
-    assert Server.start(ServeRecipe("stub", port=port)).model == "stub"
+    assert Server.start(ServeRecipe("stub", port=port)).model == "qwen3.5-4b"
 
 
 def test_a_killed_engine_core_or_api_server_ends_the_rest(stub, port):
@@ -115,14 +117,14 @@ def test_a_killed_engine_core_or_api_server_ends_the_rest(stub, port):
 
 
 def test_a_deaf_server_is_ended_all_the_same(stub, port):
-    stub["word"] = "deaf"
+    stub["deaf"] = ""
     server = Server.start(ServeRecipe("stub", port=port))
     server.stop()
     assert server_processes(token_of(server)) == []
 
 
 def test_a_start_that_dies_says_why_and_where_the_log_is(stub, port):
-    stub["word"] = "dies"
+    stub["dies"] = ""
     with pytest.raises(ServerFailed, match=r"server-.*\.log"):
         Server.start(ServeRecipe("stub", port=port))
     assert gone(serving.read_state(serving.server_folder(port))["token"])
@@ -162,7 +164,7 @@ def test_a_model_folder_that_is_missing_is_known_before_the_start(stub, port, tm
 def test_a_damaged_state_file_is_put_aside(stub, port, content):
     folder = serving.server_folder(port)
     (folder / "server.json").write_text(content)
-    assert Server.start(ServeRecipe("stub", port=port)).model == "stub"
+    assert Server.start(ServeRecipe("stub", port=port)).model == "qwen3.5-4b"
     assert (folder / "server.damaged").read_text() == content
 
 
@@ -176,10 +178,9 @@ def test_a_stale_state_file_does_not_stand_in_the_way(stub, port):
 
 
 def test_two_starts_at_once_become_one(stub, port, tmp_path):
-    stub["delay"] = "1"
+    stub["load"] = "1"
     code = (
         "import sys; from qrecipe import serving; from qrecipe.recipe import ServeRecipe\n"
-        f"serving.process_argv = lambda r: [sys.executable, {STUB!r}, str(r.port), '1']\n"
         f"print(serving.Server.start(ServeRecipe('stub', port={port})).log)"
     )
     both = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
@@ -200,7 +201,7 @@ def test_attach_tells_a_missing_v1_and_an_unknown_model(stub, port):
     Server.start(ServeRecipe("stub", port=port))
     with pytest.raises(BadInput, match="is /v1 missing"):
         Server.attach(f"http://127.0.0.1:{port}/nothing")
-    with pytest.raises(BadInput, match=r"does not serve 'other': it serves \['stub'\]"):
+    with pytest.raises(BadInput, match=r"does not serve 'other': it serves \['qwen3.5-4b'\]"):
         Server.attach(f"http://127.0.0.1:{port}/v1", model="other")
 
 
@@ -216,7 +217,7 @@ def test_a_process_id_used_again_is_not_mistaken():
 
 
 def test_a_run_s_own_failed_start_is_not_tried_again_by_its_chapters(stub, port, monkeypatch):
-    stub["word"] = "dies"
+    stub["dies"] = ""
     with pytest.raises(ServerFailed):
         Server.start(ServeRecipe("stub", port=port))
     state = serving.read_state(serving.server_folder(port))

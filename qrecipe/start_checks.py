@@ -1,0 +1,101 @@
+"""Before a start: what can be known without starting, the key that the server gets, and its new log."""
+
+import ipaddress
+import os
+import secrets
+import socket
+import sys
+from datetime import datetime
+from pathlib import Path
+
+from .errors import BadInput
+from .paths import state_dir, writable
+from .processes import listener
+from .recipe import ServeRecipe
+
+LOGS_KEPT = 20
+OURS = {"--api-key": "VLLM_API_KEY", "--host": "host", "--port": "port"}  # words that are not taken from `extra`
+
+
+def process_argv(recipe: ServeRecipe) -> list[str]:
+    """The recipe's command as this Python runs it: `vllm` is found whatever PATH says."""
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", *recipe.argv()[1:]]
+
+
+def check_start(recipe: ServeRecipe) -> None:
+    """What can be known before a start: are the words ours, is the model there and complete, the port free, the GPU idle?"""
+    for word in recipe.extra:
+        if word.split("=")[0] in OURS:
+            raise BadInput(f"{word.split('=')[0]} among the extra words: give it as {OURS[word.split('=')[0]]}")
+    path = Path(recipe.model)
+    if path.is_absolute() or path.exists() or recipe.model.startswith((".", "~")):
+        from .model_folder import require_folder
+
+        require_folder(path, weights=recipe.load_format != "dummy")
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(recipe.host, recipe.port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            s.bind(where)
+    except OSError as e:
+        raise BadInput(
+            f"port {recipe.port} on {recipe.host} cannot be used ({e.strerror}, held by {listener(recipe.port)}): stop that, choose another port (-p port {recipe.port + 1}), or attach with base_url"
+        ) from None
+    if "VLLM_CPU_KVCACHE_SPACE" not in recipe.env and recipe.gpu_memory_utilization:
+        check_gpus(recipe.gpu_memory_utilization, recipe.tensor_parallel_size or 1)
+
+
+def check_gpus(share: float, count: int) -> None:
+    """BadInput when one of the first `count` GPUs has less free memory than `share` of its total; no driver, no check."""
+    from .facts import _output
+
+    visible = [v for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]
+    query = ["nvidia-smi", "--query-gpu=index,memory.free,memory.total", "--format=csv,noheader,nounits"]
+    rows = [r.split(", ") for r in _output(*query, *(["-i", ",".join(visible)] if visible else [])).splitlines()]
+    for index, free, total in [r for r in rows if len(r) == 3 and r[1].isdigit() and r[2].isdigit()][:count]:
+        if int(free) < share * int(total):
+            holders = _output(
+                "nvidia-smi", "-i", index, "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"
+            )
+            raise BadInput(
+                f"GPU {index} has {int(free) / 1024:.1f} of {int(total) / 1024:.1f} GiB free, {share:.2f} of it all is asked for: end what uses it ({' | '.join(holders.split(chr(10))).strip(' |') or 'not visible from here'}), or lower --gpu-memory-utilization to {int(free) / int(total) * 0.98:.2f}"
+            )
+
+
+def key_for(recipe: ServeRecipe, folder: Path, new: bool) -> str | None:
+    """The API key that the server gets: $VLLM_API_KEY, else with `new` the one in the server's folder, made when there is none.
+
+    Raises BadInput for a host that other machines reach and no key.
+    """
+    key, file = os.environ.get("VLLM_API_KEY"), folder / "api-key"
+    if not key and new:
+        key = file.read_text() if file.is_file() else secrets.token_urlsafe(32)
+    try:
+        local = recipe.host == "localhost" or ipaddress.ip_address(recipe.host).is_loopback
+    except ValueError:
+        local = False
+    if not (key or local):
+        raise BadInput(
+            f"host {recipe.host} lets other machines in and there is no API key: set VLLM_API_KEY, or let --new-key make one"
+        )
+    return key
+
+
+def new_log(log_dir: Path | None, port: int) -> Path:
+    """A log file that did not exist before; of the older ones in the state folder the last twenty are kept, and those in use."""
+    folder = writable(Path(log_dir) if log_dir else state_dir() / "logs")
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    for n in range(1000):
+        log = folder / f"server-{stamp}-port{port}{f'-{n}' if n else ''}.log"
+        try:
+            log.touch(exist_ok=False)
+            break
+        except FileExistsError:
+            continue
+    if not log_dir:
+        states = (state_dir() / "servers").glob("port-*/server.json")
+        named = " ".join(p.read_text(errors="replace") for p in states)
+        for old in sorted(folder.glob("server-*.log"))[:-LOGS_KEPT]:
+            if old.name not in named:
+                old.unlink(missing_ok=True)
+    return log
