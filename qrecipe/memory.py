@@ -224,12 +224,12 @@ def _estimates(b: Budget) -> dict[str, Estimate]:
         found["weights_gib"] = Estimate(w.gib, w.gib * w.band, how)
         loaded = {k: v for k, v in b.shape.parameters(not b.text_only, f.speculative_tokens > 0).items() if v}
         b.put("parameters", sum(loaded.values()), loaded=", ".join(f"{k} {v}" for k, v in loaded.items()))
-    if b.total_gib is not None:
-        found["non_torch_gib"] = overhead.non_torch(b.total_gib, f.enforce_eager, ranks)
-    if f.max_num_seqs and f.max_num_batched_tokens:
-        batch = (b.shape, f.max_num_seqs, f.max_num_batched_tokens, f.speculative_tokens)
-        peak = overhead.transient(*batch, not b.text_only, f.tensor_parallel_size)
-        graphs, found["cuda_graph_gib"] = overhead.graphs(*batch, f.enforce_eager)
+    batch = (b.shape, f.max_num_seqs, f.max_num_batched_tokens)
+    if all(batch):
+        if b.total_gib is not None:
+            found["non_torch_gib"] = overhead.non_torch(*batch, b.total_gib, f.enforce_eager, ranks)
+        peak = overhead.transient(*batch, not b.text_only, f.tensor_parallel_size, bool(w and w.method))
+        graphs, found["cuda_graph_gib"] = overhead.graphs(*batch, f.speculative_tokens, f.enforce_eager)
         found["cuda_graph_estimate_gib"] = graphs
         inside = graphs if version_tuple(f.vllm_version) >= GRAPHS_IN_PEAK else Estimate(0.0, 0.0, "")
         how = f"{peak.how} = {peak.gib:.2f} + {inside.gib:.2f} graph estimate"

@@ -52,9 +52,10 @@ def test_weights_within_one_percent(start):
 def test_kv_memory_within_three_percent_from_card_and_flags(start):
     logged, found = log_of(start["log"]).available_kv_gib, now(start)
     assert abs(found.available_kv_gib - logged) < found.band_gib["available_kv_gib"]
+    assert found.available_kv_gib == pytest.approx(logged, rel=0.03)
     within = 0.04 if MISSED_POOL in start["log"] else 0.03
-    assert found.available_kv_gib == pytest.approx(logged, rel=within)
     assert start["predicted_before"]["available_kv_gib"] == pytest.approx(logged, rel=within)
+    assert found.activation_gib == pytest.approx(log_of(start["log"]).activation_gib, rel=0.005)
 
 
 @each
