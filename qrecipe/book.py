@@ -154,11 +154,14 @@ def run_book(
     weights="real",
     cell_limit=CELL_LIMIT,
     run_limit=RUN_LIMIT,
+    publish_in=None,
+    note="",
     say=print,
 ) -> tuple[bool, Path]:
     """Run the chapters in order against one server. Returns (all passed, run folder).
 
-    A failing chapter does not hide the others. Whatever ends this, the server is stopped and the report is written.
+    A failing chapter does not hide the others. Whatever ends this, the server is stopped and the report is written;
+    with `publish_in` also a copy there that names no machine. `note` is kept in run.json: what its facts do not tell.
     """
     from .layers import choose_engine, gather
 
@@ -169,6 +172,7 @@ def run_book(
     engine, reason = ("attached", f"base_url {attached}") if attached else choose_engine(gather(), given["engine"])
     alone = [p for p in notebooks if engine == "gpu" and needs_whole_gpu(p)]
     notebooks = [p for p in notebooks if p not in alone] + alone
+    published = new_run_folder(publish_in) if publish_in else None
     folder = new_run_folder(out)
     stage = Chapter("run", engine, reason, given, device_name(), versions())
     say(f"engine {engine}: {reason}\nrun folder {folder}")
@@ -203,7 +207,11 @@ def run_book(
         finally:
             if held:
                 serving.leave(held, wait=60)
-            write_run(folder, stage, verdicts, began, [p.stem for p in notebooks], held)
+            write_run(folder, stage, verdicts, began, [p.stem for p in notebooks], held, note)
+            if published:
+                from .publish import publish
+
+                say(f"copy that names no machine: {publish(folder, published)}")
     return bool(verdicts) and all(v.status != "failed" for v in verdicts), folder
 
 
@@ -262,9 +270,10 @@ def new_run_folder(out: str | Path | None) -> Path:
 
 
 def write_run(
-    folder: Path, stage: Chapter, verdicts: list[Verdict], began: float, wanted: list[str], held: Path | None
+    folder: Path, stage: Chapter, verdicts: list[Verdict], began: float, wanted: list[str], held: Path | None, note=""
 ) -> None:
     """run.json and index.html of a run, also of one that was interrupted (chapters that were not reached are named)."""
+    from .lock import lock_facts
     from .report import write_report
 
     verdicts = verdicts + [
@@ -279,7 +288,7 @@ def write_run(
     run = {
         "format": 1, "passed": all(v.status != "failed" for v in verdicts), "date": datetime.fromtimestamp(began).astimezone().isoformat(timespec="seconds"),
         "seconds": round(time.time() - began, 1), "engine": stage.engine, "reason": stage.reason, "device": stage.device, "versions": stage.versions,
-        "lock": engine_lock.name, "lock_sha256": _sha256(engine_lock), "weights": stage.parameters["weights"],
+        **lock_facts(engine_lock), "note": note, "weights": stage.parameters["weights"],
         "model": next((r["model"] for r in records.values() if r.get("model")), {}) | model_hash(state),
         "server": {"ready_seconds": state.get("ready_seconds"), "status": state.get("status"), "why": state.get("why"), "log": log.name if log else None},
         "chapters": [asdict(v) for v in verdicts],

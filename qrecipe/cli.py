@@ -156,6 +156,10 @@ def run(
     weights: Annotated[str, typer.Option(help="real or dummy")] = "real",
     timeout: Annotated[float, typer.Option(help="limit for the whole run in seconds")] = 5400,
     cell_timeout: Annotated[float, typer.Option(help="limit for one cell in seconds")] = 1500,
+    publish: Annotated[
+        str | None, typer.Option(help="also a stamped copy in this new folder that names no machine")
+    ] = None,
+    note: Annotated[str, typer.Option(help="kept in run.json: what else its reader must know")] = "",
 ) -> None:
     """Run the book (or some chapters) with papermill, judge each chapter, write the report."""
     from .book import run_book
@@ -171,6 +175,8 @@ def run(
         weights=weights,
         run_limit=timeout,
         cell_limit=cell_timeout,
+        publish_in=publish,
+        note=note,
         say=lambda text: print(text, flush=True),
     )
     print(f"{'no chapter failed' if passed else 'NOT all chapters passed'}; report: {folder / 'index.html'}")

@@ -104,7 +104,9 @@ def _ran_on(run: dict) -> str:
     server = run["server"]
     rows = [["engine", f"{run['engine']}: {run['reason']}"], ["device", run["device"]], ["date", run["date"]]]
     rows += [[name, version] for name, version in run["versions"].items()]
-    rows += [["lock", f"{run['lock']}, sha256 {run['lock_sha256']}"], ["weights", run["weights"]]]
+    away = f"NOT this environment: {'; '.join(run['lock_departures'])}"
+    lock = away if run["lock_departures"] else f"sha256 {run['lock_sha256']}"
+    rows += [[f"lock {run['lock']}", lock], ["note", run["note"]], ["weights", run["weights"]]]
     rows += [[f"model {k}", v] for k, v in run["model"].items()]
     if server["log"]:
         rows += [["server ready after", f"{server['ready_seconds']} s"], ["server log", server["log"]]]
