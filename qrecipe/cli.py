@@ -18,6 +18,10 @@ Port = Annotated[int, typer.Option(help="the server's port")]
 def main() -> None:
     """Run the command line; an error meant for a person is one line on stderr."""
     try:
+        if sys.argv[1:2] == ["size"]:  # read without typer's parser, which takes longer than the answer
+            from .size_command import predict
+
+            sys.exit(predict(sys.argv[2:]))
         app(args=fold_parameters(sys.argv[1:]))
     except RecipeError as e:
         print(f"qrecipe: {e}", file=sys.stderr)
@@ -207,56 +211,12 @@ def teaching_model(directory: str) -> None:
     print(build(folder))
 
 
-@app.command()
-def size(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL_OR_CONFIG", help="bundled name, config.json, folder or hub id")
-    ],
-    gpu: Annotated[str | None, typer.Option(help="a card by name, for example 'RTX 4090'")] = None,
-    gpu_memory: Annotated[str | None, typer.Option(help="the card's total memory: 22.5, 24GB or 24GiB")] = None,
-    available_kv: Annotated[float | None, typer.Option(help="GiB from the log's 'Available KV cache memory'")] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="tokens")] = None,
-    gpu_memory_utilization: Annotated[float | None, typer.Option(help="share of the total")] = None,
-    dtype: str = "auto",
-    quantization: str | None = None,
-    kv_cache_dtype: str = "auto",
-    mamba_ssm_cache_dtype: str | None = None,
-    prefix_caching: Annotated[bool | None, typer.Option("--prefix-caching/--no-prefix-caching")] = None,
-    speculative_tokens: int = 0,
-    max_num_seqs: int | None = None,
-    max_num_batched_tokens: int | None = None,
-    enforce_eager: Annotated[bool, typer.Option("--enforce-eager")] = False,
-    block_size: int | None = None,
-    language_model_only: Annotated[bool, typer.Option("--language-model-only")] = False,
-    limit_mm_per_prompt: Annotated[str | None, typer.Option(help='JSON, for example {"image": 4, "video": 0}')] = None,
-    tensor_parallel_size: int = 1,
-    pipeline_parallel_size: int = 1,
-    data_parallel_size: int = 1,
-    nodes: int = 1,
-    vllm_version: str = "0.27.0",
-    calibrate: Annotated[str | None, typer.Option(help="the log of a start on this machine")] = None,
-    as_json: Json = False,
-) -> None:
-    """Predict what vLLM's start-up log will say of memory; exit 1 when it does not fit."""
-    flags = dict(locals())
-    for name in ("model", "as_json", "gpu_memory", "available_kv"):
-        flags.pop(name)
-    from .memory import budget
+@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True}, add_help_option=False)
+def size(ctx: typer.Context) -> None:
+    """Predict what vLLM's start-up log will say of memory; exit 1 when it does not fit. Options: qrecipe size --help"""
+    from .size_command import predict
 
-    found = budget(model, gpu_memory_gib=gpu_memory, available_kv_gib=available_kv, **flags)
-    facts = found.as_dict()
-    words = {True: "yes", False: "no", None: "-"}
-    rows = [
-        (k, words.get(v, f"{v:,}" if isinstance(v, int) else str(v)), facts["how"].get(k, ""))
-        for k, v in facts.items()
-        if k not in ("how", "advice")
-    ]
-    show(
-        facts,
-        as_json,
-        [f"{name:24} {value:>15}  {how}" for name, value, how in rows] + [f"advice: {a}" for a in facts["advice"]],
-    )
-    raise typer.Exit(1 if found.fits is False else 0)
+    raise typer.Exit(predict(ctx.args))
 
 
 @app.command("log")
