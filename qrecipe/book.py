@@ -1,12 +1,7 @@
-"""Runs chapters with papermill, judges each one, and keeps what they left: `qrecipe run`.
-
-A chapter passes when papermill's exit code is 0 AND every code cell has an execution count AND the closing line was
-printed AND its JSON is there. papermill's own status fields are not asked: after a dead kernel they say "completed".
-A chapter that says it cannot run here (`qrecipe.skip`) is skipped: neither passed nor failed.
-"""
+"""Runs chapters with papermill, judges each one (judge.py), and keeps what they left: `qrecipe run`."""
 
 import contextlib
-import ctypes
+import hashlib
 import json
 import os
 import shutil
@@ -14,34 +9,23 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import nbformat
 import yaml
 
 from . import serving
-from .chapter import CLOSING, SKIPPED, Chapter, check_values, device_name, versions
+from .chapter import Chapter, check_values, device_name, versions
 from .errors import BadInput, RecipeError
+from .judge import Verdict, judge, read_record
 from .paths import project_root, runs_dir, writable, write_whole
+from .processes import die_with_parent
 
 CELL_LIMIT = 1500  # seconds one cell may take: a first start on a GPU takes 460
 RUN_LIMIT = 5400  # seconds for the whole run
-LOG_TAIL = 30  # lines of the server log that a failed chapter's verdict carries
-
-
-@dataclass
-class Verdict:
-    """How one chapter ended. `status` is passed, failed or skipped; a failed one names its cell and why."""
-
-    name: str
-    status: str = "failed"
-    seconds: float = 0.0
-    reason: str = ""
-    cell: str = ""
-    line: str = ""
-    measured: dict = field(default_factory=dict)
 
 
 def find_notebooks(names: list[str]) -> list[Path]:
@@ -95,51 +79,6 @@ def sort_parameters(notebooks: list[Path], given: dict) -> dict[Path, dict]:
     return {p: {k: v for k, v in given.items() if k in known[p]} for p in notebooks}
 
 
-def judge(executed: Path, record: Path, exit_code: int | None) -> Verdict:
-    """The verdict on an executed copy, by what it holds and not by what papermill says of it."""
-    verdict = Verdict(executed.stem)
-    try:
-        nb = nbformat.read(executed, as_version=4)
-    except Exception as e:
-        verdict.reason = f"no readable output notebook ({type(e).__name__})"
-        return verdict
-    code = [c for c in nb.cells if c.cell_type == "code" and c.source.strip()]
-    for cell in code:
-        for output in cell.outputs:
-            if output.output_type == "error":
-                verdict.cell, verdict.reason = cell.get("id", ""), f"{output.ename}: {_plain(output.evalue)}"
-                verdict.line = _failing_line(cell, output)
-                return verdict
-    printed = "".join(o.get("text", "") for c in code for o in c.outputs if o.output_type == "stream")
-    unrun = [c for c in code if c.execution_count is None]
-    if unrun:
-        verdict.cell, verdict.reason = (
-            unrun[0].get("id", ""),
-            f"{len(unrun)} of {len(code)} cells were not run (the kernel died or a limit was reached)",
-        )
-    elif exit_code != 0:
-        verdict.reason = f"papermill ended with exit code {exit_code}"
-    elif (
-        SKIPPED.format(name=executed.stem) in printed.splitlines()
-        and (told := _record(record)).get("status") == "skipped"
-    ):
-        verdict.status, verdict.reason = "skipped", told.get("why", "")
-    elif CLOSING.format(name=executed.stem) not in printed.splitlines():
-        verdict.reason = "the closing line was not printed: finish() was not reached"
-    elif not record.is_file():
-        verdict.reason = f"{record.name} was not written"
-    else:
-        verdict.status, verdict.measured = "passed", json.loads(record.read_text()).get("measured", {})
-    return verdict
-
-
-def _record(path: Path) -> dict:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-
-
 def needs_whole_gpu(notebook: Path) -> bool:
     """Whether this chapter keeps an LLM of its own, which on a GPU cannot stand beside the server."""
     return "batch.Offline(" in notebook.read_text()
@@ -176,7 +115,7 @@ def run_book(
     folder = new_run_folder(out)
     stage = Chapter("run", engine, reason, given, device_name(), versions())
     say(f"engine {engine}: {reason}\nrun folder {folder}")
-    began, verdicts, held, env = time.time(), [], None, {}
+    began, clock, verdicts, held, env = time.time(), time.monotonic(), [], None, {}
     with _terminable():
         try:
             if attached:
@@ -195,9 +134,11 @@ def run_book(
                 if held and notebook in alone:
                     say(f"{notebook.stem} needs the GPU for itself: leaving the server")
                     serving.leave(held, wait=60)
-                left = run_limit - (time.time() - began)
+                left = run_limit - (time.monotonic() - clock)
                 given = shares[notebook] | ({} if attached else {"engine": engine})
                 v = run_chapter(notebook, given, folder, cell_limit, left, env)
+                if v.status == "failed":
+                    explain(v, serving.read_state(held).get("log") if held else None)
                 verdicts.append(v)
                 say(
                     f"{v.name}: {v.status}, {v.seconds:.0f} s"
@@ -207,7 +148,10 @@ def run_book(
         finally:
             if held:
                 serving.leave(held, wait=60)
-            write_run(folder, stage, verdicts, began, [p.stem for p in notebooks], held, note)
+            verdicts += [
+                Verdict(p.stem, reason="not reached: the run was interrupted") for p in notebooks[len(verdicts) :]
+            ]
+            write_run(folder, stage, verdicts, began, time.monotonic() - clock, held, note)
             if published:
                 from .publish import publish
 
@@ -219,18 +163,18 @@ def run_chapter(
     notebook: Path, parameters: dict, folder: Path, cell_limit: float, left: float, env: dict | None = None
 ) -> Verdict:
     """One chapter under papermill, in a process of its own that ends with this one. Limits in seconds."""
-    executed, began = folder / f"{notebook.stem}.ipynb", time.time()
+    executed, began = folder / f"{notebook.stem}.ipynb", time.monotonic()
     if left <= 0:
         return Verdict(notebook.stem, reason="the time limit of the whole run was reached before it")
     argv = [sys.executable, "-m", "papermill", str(notebook), str(executed), "--inject-output-path"]
-    argv += ["--cwd", str(notebook.parent), "--execution-timeout", str(int(cell_limit))]
+    argv += ["--cwd", str(notebook.parent), "--execution-timeout", str(max(1, round(cell_limit)))]
     argv += ["--progress-bar" if sys.stderr.isatty() else "--no-progress-bar"]
     argv += ["-y", yaml.safe_dump(parameters)] if parameters else []
-    with open(folder / f"{notebook.stem}.papermill.log", "wb") as log:
-        err = None if sys.stderr.isatty() else log
+    told = folder / f"{notebook.stem}.papermill.log"
+    with open(told, "wb") as log:
         process = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=log, stderr=err, env=os.environ | (env or {}),
-            start_new_session=True, preexec_fn=_end_with_parent,
+            argv, stdin=subprocess.DEVNULL, stdout=log, stderr=None if sys.stderr.isatty() else log,
+            env=os.environ | (env or {}), start_new_session=True, preexec_fn=partial(die_with_parent, signal.SIGTERM),
         )  # fmt: skip
         try:
             code, late = process.wait(left), False
@@ -245,14 +189,25 @@ def run_chapter(
                     process.kill()
                     process.wait()
     verdict = judge(executed, folder / f"{notebook.stem}.json", code)
-    if verdict.status == "failed" and "CellTimeoutError" in (folder / f"{notebook.stem}.papermill.log").read_text(
-        errors="replace"
-    ):
+    if verdict.status == "failed" and "CellTimeoutError" in serving.tail(told, 200):
         verdict.reason = f"the cell was stopped at its limit of {cell_limit:.0f} s"
+    elif verdict.status == "failed" and "No space left on device" in serving.tail(told, 200):
+        verdict.reason = f"no space left on the disk of {folder}: free some, then run again"
     if late:
         verdict.status, verdict.reason = "failed", "the time limit of the whole run was reached"
-    verdict.seconds = round(time.time() - began, 1)
+    verdict.seconds = round(time.monotonic() - began, 1)
     return verdict
+
+
+def explain(verdict: Verdict, log: str | None) -> None:
+    """Add the server log's last lines and, from the log or else from the error itself, the mend."""
+    from .diagnosis import diagnose
+
+    found = serving.diagnosis(log) if log else None
+    if not found and (failure := diagnose(verdict.reason)) and failure.known:
+        found = asdict(failure)
+    verdict.log_tail = serving.tail(log) if log else ""
+    verdict.mend = f"{found['cause']}. Mend: {found['mend']}" if found else ""
 
 
 def new_run_folder(out: str | Path | None) -> Path:
@@ -270,75 +225,51 @@ def new_run_folder(out: str | Path | None) -> Path:
 
 
 def write_run(
-    folder: Path, stage: Chapter, verdicts: list[Verdict], began: float, wanted: list[str], held: Path | None, note=""
+    folder: Path,
+    stage: Chapter,
+    verdicts: list[Verdict],
+    began: float,
+    seconds: float,
+    held: Path | None,
+    note: str = "",
 ) -> None:
-    """run.json and index.html of a run, also of one that was interrupted (chapters that were not reached are named)."""
+    """run.json, junit.xml and index.html of a run, also of one that was interrupted."""
     from .lock import lock_facts
-    from .report import write_report
+    from .report import write_junit, write_report
 
-    verdicts = verdicts + [
-        Verdict(name, reason="not reached: the run was interrupted") for name in wanted[len(verdicts) :]
-    ]
     state = serving.read_state(held) if held else {}
     log = Path(state["log"]) if state else None
-    if log and log.is_file() and log.parent != folder:  # the run joined a server that was there before
-        log = Path(shutil.copy(log, folder))
-    records = {v.name: json.loads(p.read_text()) for v in verdicts if (p := folder / f"{v.name}.json").is_file()}
-    engine_lock = project_root() / "requirements" / f"{'gpu' if stage.engine == 'gpu' else 'cpu'}.txt"
-    run = {
-        "format": 1, "passed": all(v.status != "failed" for v in verdicts), "date": datetime.fromtimestamp(began).astimezone().isoformat(timespec="seconds"),
-        "seconds": round(time.time() - began, 1), "engine": stage.engine, "reason": stage.reason, "device": stage.device, "versions": stage.versions,
-        **lock_facts(engine_lock), "note": note, "weights": stage.parameters["weights"],
-        "model": next((r["model"] for r in records.values() if r.get("model")), {}) | model_hash(state),
-        "server": {"ready_seconds": state.get("ready_seconds"), "status": state.get("status"), "why": state.get("why"), "log": log.name if log else None},
-        "chapters": [asdict(v) for v in verdicts],
-    }  # fmt: skip
-    tail = _tail(log) if log and not run["passed"] else ""
-    write_whole(folder / "run.json", json.dumps(run, indent=1, ensure_ascii=False) + "\n")
-    write_report(folder, run, tail)
+    lock = project_root() / "requirements" / f"{'gpu' if stage.engine == 'gpu' else 'cpu'}.txt"
+    models = (read_record(folder / f"{v.name}.json").get("model") for v in verdicts)
+    try:
+        if log and log.is_file() and log.parent != folder:  # the run joined a server that was there before
+            log = Path(shutil.copy(log, folder))
+        run = {
+            "format": 2, "passed": all(v.status != "failed" for v in verdicts),
+            "date": datetime.fromtimestamp(began).astimezone().isoformat(timespec="seconds"), "seconds": round(seconds, 1),
+            "engine": stage.engine, "reason": stage.reason, "device": stage.device, "versions": stage.versions,
+            **lock_facts(lock), "note": note, "weights": stage.parameters["weights"],
+            "model": next(filter(None, models), {}) | shard_hashes(state),
+            "server": {k: state.get(k) for k in ("ready_seconds", "status", "why")} | {"log": log.name if log else None},
+            "chapters": [asdict(v) for v in verdicts],
+        }  # fmt: skip
+        write_whole(folder / "run.json", json.dumps(run, indent=1, ensure_ascii=False) + "\n")
+        write_junit(folder, run)
+        write_report(folder, run)
+    except OSError as e:
+        raise BadInput(
+            f"the run's results cannot be written in {folder} ({e.strerror}): free some disk; what it holds is kept"
+        ) from None
 
 
-def model_hash(state: dict) -> dict:
+def shard_hashes(state: dict) -> dict:
     """The sha256 of each weights file that the run's server loaded, by file name; {} for a model that is not a local folder."""
     folder = Path(state["recipe"]["model"]) if state else None
-    if not folder or not folder.is_dir():
-        return {}
-    return {"shards_sha256": {p.name: _sha256(p) for p in sorted(folder.glob("*.safetensors"))}}
-
-
-def _sha256(path: Path) -> str | None:
-    import hashlib
-
-    if not path.is_file():
-        return None
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
-def _tail(log: Path, lines: int = LOG_TAIL) -> str:
-    with open(log, "rb") as f:
-        f.seek(max(0, log.stat().st_size - 20_000))
-        return "\n".join(f.read().decode("utf-8", "replace").splitlines()[-lines:])
-
-
-def _plain(text: str) -> str:
-    import re
-
-    return re.sub(r"\x1b\[[0-9;]*m", "", text).strip()[:2000]
-
-
-def _failing_line(cell, output) -> str:
-    """The source line that a traceback's arrow points at, "" when it shows none."""
-    import re
-
-    for line in reversed("\n".join(output.traceback).splitlines()):
-        if m := re.match(r"-+>\s*\d+\s(.*)", _plain(line)):
-            return m[1].strip()
-    return cell.source.splitlines()[-1] if isinstance(output.traceback, list) and len(output.traceback) == 1 else ""
-
-
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")) if folder and folder.is_dir() else []:
+        with open(file, "rb") as f:
+            found[file.name] = hashlib.file_digest(f, "sha256").hexdigest()
+    return {"shards_sha256": found} if found else {}
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """The command line: `qrecipe COMMAND`. Exit codes: 0 good, 1 the answer is "no", 2 bad usage or input."""
 
 import json
+import os
 import sys
 from typing import Annotated
 
@@ -55,60 +56,61 @@ def show(data, as_json: bool, lines) -> None:
             print(line)
 
 
-def recipe_of(
-    engine: str,
-    model: str,
-    port: int,
-    weights: str,
-    max_model_len: int,
-    gpu_memory_utilization: float,
-    extra: list[str],
-):
-    """The ServeRecipe of an engine and a few flags."""
-    from .chapter import Chapter, check_values
-
-    parameters = {"engine": engine, "model": model, "port": port, "weights": weights}
-    check_values(parameters)
-    from .layers import choose_engine, gather
-
-    chosen, reason = choose_engine(gather(), engine)
-    chapter = Chapter("serve", chosen, reason, parameters, "", {})
-    return chosen, chapter.recipe(
-        max_model_len=max_model_len, gpu_memory_utilization=gpu_memory_utilization, extra=tuple(extra)
-    )
-
-
 @app.command()
 def serve(
     model: Annotated[str, typer.Argument(help="auto, a model folder, or a hub id")] = "auto",
     engine: str = "auto",
     port: Port = 8000,
+    host: Annotated[
+        str, typer.Option(help="where it listens; other than this machine itself only with a key")
+    ] = "127.0.0.1",
     weights: Annotated[str, typer.Option(help="real, or dummy: the exact shape with random weights")] = "real",
     max_model_len: int = 32768,
+    max_num_seqs: int | None = None,
     gpu_memory_utilization: float = 0.90,
     keep: Annotated[bool, typer.Option("--keep", help="leave it running until 'qrecipe stop'")] = False,
+    new_key: Annotated[
+        bool, typer.Option("--new-key", help="make an API key, kept in a file only you can read")
+    ] = False,
+    images_from: Annotated[str | None, typer.Option(help="the one domain that pictures may be fetched from")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="run Python code of the model's folder")
+    ] = False,
     extra: Annotated[
         list[str] | None, typer.Option("--extra", help="one more word of vllm serve's command line; may be repeated")
     ] = None,
 ) -> None:
     """Start the book's server, wait until it answers; without --keep it ends with this command (Ctrl-C)."""
+    from .chapter import Chapter, check_values
+    from .layers import choose_engine, gather
     from .progress import StartProgress
-    from .serving import Server, read_state
+    from .serving import OPEN_PATHS, Server, read_state
     from .supervisor import ENDED
 
-    chosen, recipe = recipe_of(engine, model, port, weights, max_model_len, gpu_memory_utilization, extra or [])
+    parameters = {"engine": engine, "model": model, "port": port, "weights": weights}
+    check_values(parameters)
+    chosen, reason = choose_engine(gather(), engine)
+    changes = {"max_num_seqs": max_num_seqs, "allowed_media_domains": images_from}
+    recipe = Chapter("serve", chosen, reason, parameters, "", {}).recipe(
+        max_model_len=max_model_len, gpu_memory_utilization=gpu_memory_utilization, extra=tuple(extra or []), host=host,
+        trust_remote_code=trust_remote_code, **{k: v for k, v in changes.items() if v},
+    )  # fmt: skip
     print(recipe.command())
-    server = Server.start(recipe, keep=keep, on_progress=StartProgress(chosen))
+    if trust_remote_code:
+        print("trust-remote-code is on: Python code of the model's folder will run on this machine as you")
+    server = Server.start(recipe, keep=keep, new_key=new_key, on_progress=StartProgress(chosen))
     print(f"{server.base_url} serves {server.model}; log {server.log}")
+    if server.api_key != "EMPTY":
+        print(f"its API key is in {server.folder / 'api-key'}; open without it: {OPEN_PATHS}")
     if keep:
         return
-    print("Ctrl-C stops it.")
+    print("Ctrl-C stops it.", flush=True)
     import time
 
     try:
-        while read_state(server.folder)["status"] not in ENDED:
+        while (state := read_state(server.folder)).get("status", "ready") not in ENDED:
             time.sleep(0.5)
-        raise RecipeError(f"the server has ended: {read_state(server.folder).get('why')}")
+        raise RecipeError(f"the server has ended: {state.get('why')}; log {server.log}")
     finally:
         server.leave(wait=45)
 
@@ -132,18 +134,18 @@ def status(
 
 
 @app.command()
-def stop(port: Port = 8000) -> None:
+def stop(
+    port: Port = 8000, every: Annotated[bool, typer.Option("--all", help="every server that this book started")] = False
+) -> None:
     """Stop the server on this port, whoever uses it, and wait until it is gone."""
     from . import serving
 
-    before = serving.status(port)
-    state = serving.stop(port)
-    running = before and before[0]["status"] not in ("stopped", "failed", "died")
-    print(
-        f"stopped the server on port {port}"
-        if running
-        else f"no server runs on port {port}" + (f" (last: {state['status']})" if state else "")
-    )
+    for one in [s["port"] for s in serving.status()] if every else [port]:
+        before, state = serving.status(one), serving.stop(one)
+        if before and before[0]["status"] not in ("stopped", "failed", "died"):
+            print(f"stopped the server on port {one}")
+        else:
+            print(f"no server runs on port {one}" + (f" (last: {state['status']})" if state else ""))
 
 
 @app.command()
@@ -160,6 +162,9 @@ def run(
     weights: Annotated[str, typer.Option(help="real or dummy")] = "real",
     timeout: Annotated[float, typer.Option(help="limit for the whole run in seconds")] = 5400,
     cell_timeout: Annotated[float, typer.Option(help="limit for one cell in seconds")] = 1500,
+    log: Annotated[
+        str | None, typer.Option(help="the log of the server at base_url, for chapters that read one")
+    ] = None,
     publish: Annotated[
         str | None, typer.Option(help="also a stamped copy in this new folder that names no machine")
     ] = None,
@@ -171,6 +176,12 @@ def run(
     if timeout <= 0 or cell_timeout <= 0:
         raise BadInput("--timeout and --cell-timeout are seconds and must be above 0")
     given = dict(parameter(text) for text in p or [])
+    if log:
+        import os
+
+        if not os.path.isfile(log):
+            raise BadInput(f"--log {log}: there is no such file")
+        os.environ["QRECIPE_LOG"] = os.path.abspath(log)
     passed, folder = run_book(
         notebooks or (),
         parameters=given,
@@ -248,37 +259,42 @@ def doctor(as_json: Json = False) -> None:
 def dissect(
     url: Annotated[str, typer.Option(help="an OpenAI-compatible server")] = "http://127.0.0.1:8000/v1",
     prompt: str = "Explain in one sentence why KV cache memory grows with context length.",
-    image: Annotated[str | None, typer.Option(help="a picture to send along")] = None,
+    model: Annotated[str, typer.Option(help="a served name; the first that /v1/models lists when not given")] = "",
+    image: Annotated[list[str] | None, typer.Option(help="a picture to send along; may be repeated")] = None,
     max_tokens: int = 256,
     thinking: Annotated[bool, typer.Option("--thinking/--no-thinking")] = False,
     as_json: Json = False,
 ) -> None:
-    """One request's timeline: TTFT, ITL, TPOT and throughput, each with its formula."""
+    """One request's timeline: TTFT, ITL, TPOT and throughput, each with its formula; exit 1 when it broke off."""
     from openai import OpenAI
 
+    from .errors import RequestFailed
     from .request import dissect as take_apart
     from .serving import Server
+    from .vision import picture_message
 
-    server = Server.attach(url)
-    content: object = prompt
-    if image:
-        from .vision import check_image, data_url
-
-        content = [
-            {"type": "image_url", "image_url": {"url": data_url(check_image(image))}},
-            {"type": "text", "text": prompt},
-        ]
-    client = OpenAI(base_url=server.base_url, api_key=server.api_key)
-    extra = {"chat_template_kwargs": {"enable_thinking": thinking}}
-    found = take_apart(
-        client,
-        model=server.model,
-        messages=[{"role": "user", "content": content}],
-        max_tokens=max_tokens,
-        extra_body=extra,
+    key = os.environ.get("VLLM_API_KEY") or os.environ.get("OPENAI_API_KEY") or "EMPTY"
+    if not model:
+        server = Server.attach(url)
+        model, key = server.model, server.api_key
+    client = OpenAI(base_url=url.rstrip("/"), api_key=key)
+    message = picture_message(image, prompt) if image else {"role": "user", "content": prompt}
+    ask = {"model": model, "messages": [message], "max_tokens": max_tokens}
+    try:
+        found = take_apart(client, extra_body={"chat_template_kwargs": {"enable_thinking": thinking}}, **ask)
+    except RequestFailed as why:
+        if "chat_template_kwargs" not in str(why):
+            raise
+        found = take_apart(client, **ask)
+        found.notes.append(
+            "The server refused chat_template_kwargs and was asked without: --thinking does nothing there."
+        )
+    rows = [f"{r.name:18} {r.value:>9.4g} {r.unit:9} {r.formula}" for r in found.table()]
+    show(
+        found.as_dict(),
+        as_json,
+        [found.reasoning or "", *found.texts, *map(str, found.tool_calls), "", *rows, *found.notes],
     )
-    rows = [f"{r[0]:18} {'-' if r[1] is None else f'{r[1]:.4g}':>9} {r[2]:9} {r[3]}" for r in found.table()]
-    show(found.as_dict(), as_json, [found.reasoning or "", found.text, "", *rows, *found.notes])
     raise typer.Exit(0 if found.complete else 1)
 
 

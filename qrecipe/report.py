@@ -1,10 +1,17 @@
-"""One page for one run: `index.html` holds the verdicts, what was measured, what it ran on, and every executed chapter. It needs no network."""
+"""One page for one run: `index.html` holds the verdicts, what was measured, what it ran on, and every executed chapter.
+
+It needs no network, and its policy (CSP) lets it run no script, whatever a log or a model has put into it.
+"""
 
 import html
 from pathlib import Path
+from xml.etree import ElementTree
+
+import nbformat
 
 from .paths import write_whole
 
+LONGEST = 50_000  # characters of one output that the page shows; the executed notebook holds all
 CSS = """
 :root{color-scheme:light}*{box-sizing:border-box}body{font:16px/1.55 system-ui,sans-serif;color:#1a1a1a;background:#fff;margin:0 auto;max-width:62rem;padding:1rem}
 h1{font-size:1.6rem;margin:.6rem 0}h2{font-size:1.25rem;margin:1.4rem 0 .4rem}table{border-collapse:collapse;margin:.6rem 0;font-size:.92rem}
@@ -17,34 +24,75 @@ nav a{margin-right:1rem;white-space:nowrap}
 """
 
 
-def write_report(folder: Path, run: dict, log_tail: str = "") -> Path:
-    """Write `index.html` into the run folder and return its path. Everything from logs and models is escaped."""
-    parts = [_head(run), _verdicts(run), _measured(run), _ran_on(run)]
-    if log_tail:
-        parts.append(f"<h2>The last lines of the server log</h2><pre>{html.escape(log_tail)}</pre>")
-    bodies = [(c["name"], chapter_html(folder / f"{c['name']}.ipynb")) for c in run["chapters"]]
-    parts.append(
-        "<nav>" + "".join(f'<a href="#{html.escape(n)}">{html.escape(n)}</a>' for n, body in bodies if body) + "</nav>"
+def page(title: str, body: str) -> str:
+    """A whole HTML page without scripts."""
+    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f'<meta name="viewport" content="width=device-width,initial-scale=1"><title>{html.escape(title)}</title>'
+        f"<style>{CSS}</style></head><body>{body}</body></html>\n"
     )
-    parts += [f'<section class="chapter" id="{html.escape(n)}">{body}</section>' for n, body in bodies if body]
-    page = f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1"><title>qrecipe run {html.escape(run["date"])}</title><style>{CSS}{_code_css()}</style></head><body>{"".join(parts)}</body></html>\n'
-    write_whole(folder / "index.html", page)
+
+
+def write_report(folder: Path, run: dict) -> Path:
+    """Write `index.html` into the run folder and return its path. Everything from logs and models is escaped."""
+    bodies = {c["name"]: chapter_html(folder / f"{c['name']}.ipynb") for c in run["chapters"]}
+    names = [html.escape(name) for name, body in bodies.items() if body]
+    parts = [f"<style>{_code_css()}</style>", _head(run), _verdicts(run), _failures(run), _measured(run), _ran_on(run)]
+    parts.append("<nav>" + "".join(f'<a href="#{n}">{n}</a>' for n in names) + "</nav>")
+    parts += [f'<section class="chapter" id="{html.escape(n)}">{body}</section>' for n, body in bodies.items() if body]
+    write_whole(folder / "index.html", page(f"qrecipe run {run['date']}", "".join(parts)))
     return folder / "index.html"
 
 
+def write_junit(folder: Path, run: dict) -> Path:
+    """Write `junit.xml`, one test case a chapter, for a CI that reads that; returns its path."""
+    chapters = run["chapters"]
+    count = {word: str(sum(c["status"] == word for c in chapters)) for word in ("failed", "skipped")}
+    suite = ElementTree.Element(
+        "testsuite", name="qrecipe", tests=str(len(chapters)), failures=count["failed"], skipped=count["skipped"], errors="0",
+        time=str(run["seconds"]), timestamp=run["date"][:19],
+    )  # fmt: skip
+    for c in chapters:
+        case = ElementTree.SubElement(suite, "testcase", classname="qrecipe", name=c["name"], time=str(c["seconds"]))
+        if c["status"] != "passed":
+            word = "failure" if c["status"] == "failed" else "skipped"
+            part = ElementTree.SubElement(case, word, message=_xml(c["reason"]))
+            part.text = (
+                _xml("\n".join(filter(None, [f"cell {c['cell']}: {c['line']}", c["mend"], c["log_tail"]])))
+                if word == "failure"
+                else ""
+            )
+    file = folder / "junit.xml"
+    write_whole(
+        file, '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(suite, encoding="unicode") + "\n"
+    )
+    return file
+
+
+def _xml(text: str) -> str:
+    """Text without the control characters that XML has no way to write."""
+    return "".join(
+        ch for ch in text if ch in "\t\n" or (" " <= ch and ch not in "\ufffe\uffff" and not "\ud800" <= ch <= "\udfff")
+    )
+
+
 def chapter_html(notebook: Path) -> str:
-    """The body of an executed notebook as HTML without scripts, "" when there is none that can be read."""
+    """The body of an executed notebook as HTML, "" when there is none, a sentence when it cannot be read."""
     from nbconvert import HTMLExporter
 
     if not notebook.is_file():
         return ""
     try:
-        body, _ = HTMLExporter(template_name="basic", embed_images=True, exclude_anchor_links=True).from_filename(
-            str(notebook)
-        )
+        nb = nbformat.read(notebook, as_version=4)
+        for output in (o for c in nb.cells if c.cell_type == "code" for o in c.outputs if o.output_type == "stream"):
+            if (more := len(output.text) - LONGEST) > 0:
+                output.text = f"{output.text[:LONGEST]}\n... and {more:,} more characters in {notebook.name}"
+        return HTMLExporter(template_name="basic", embed_images=True, exclude_anchor_links=True).from_notebook_node(nb)[
+            0
+        ]
     except Exception as e:  # a damaged copy must not cost the report of the others
         return f"<p>{html.escape(notebook.name)} could not be shown: {html.escape(type(e).__name__)}</p>"
-    return body
 
 
 def _code_css() -> str:
@@ -58,7 +106,7 @@ def _head(run: dict) -> str:
     return f'<h1>qrecipe: the book on {html.escape(run["device"])}</h1><p><span class="{word}">{word}</span> on {html.escape(run["date"])} in {run["seconds"]:.0f} s</p>'
 
 
-def _table(head: list[str], rows: list[list[str]]) -> str:
+def table(head: list[str], rows: list[list[str]]) -> str:
     """A table whose cells are escaped, but for those that are pairs (class, text)."""
     cells = "".join(f"<th>{html.escape(h)}</th>" for h in head)
     body = "".join(
@@ -82,18 +130,29 @@ def _verdicts(run: dict) -> str:
             (c["status"], c["status"]),
             f"{c['seconds']:.0f}",
             f"{c['cell']}: {c['reason']}".strip(": "),
-            c["line"],
         ]
         for c in run["chapters"]
     ]
-    return "<h2>Chapters</h2>" + _table(["chapter", "verdict", "seconds", "failing cell and why", "line"], rows)
+    return "<h2>Chapters</h2>" + table(["chapter", "verdict", "seconds", "failing cell and why"], rows)
+
+
+def _failures(run: dict) -> str:
+    """For each failed chapter: its cell, the line, the mend, and what the server's log said last."""
+    out = []
+    for c in run["chapters"]:
+        rows = [("cell", c["cell"]), ("line", c["line"]), ("why", c["reason"]), ("mend", c["mend"])]
+        if c["status"] == "failed":
+            out.append(f"<h2>{html.escape(c['name'])} failed</h2>" + table(["", ""], [r for r in rows if r[1]]))
+            if c["log_tail"]:
+                out.append(f"<p>The server log at that moment ended so:</p><pre>{html.escape(c['log_tail'])}</pre>")
+    return "".join(out)
 
 
 def _measured(run: dict) -> str:
     rows = [
         [c["name"], name, _figure(m["value"]), m["unit"]] for c in run["chapters"] for name, m in c["measured"].items()
     ]
-    return "<h2>What was measured</h2>" + _table(["chapter", "figure", "value", "unit"], rows) if rows else ""
+    return "<h2>What was measured</h2>" + table(["chapter", "figure", "value", "unit"], rows) if rows else ""
 
 
 def _figure(value) -> str:
@@ -110,4 +169,4 @@ def _ran_on(run: dict) -> str:
     rows += [[f"model {k}", v] for k, v in run["model"].items()]
     if server["log"]:
         rows += [["server ready after", f"{server['ready_seconds']} s"], ["server log", server["log"]]]
-    return "<h2>What it ran on</h2>" + _table(["", ""], rows)
+    return "<h2>What it ran on</h2>" + table(["", ""], rows)

@@ -123,7 +123,7 @@ class Server:
             ) from None
         return cls(
             base_url, first["id"], key, first.get("root") or first["id"], first.get("max_model_len"),
-            Path(state["log"]) if folder else None, folder, ServeRecipe.from_dict(state["recipe"]) if folder else None,
+            Path(log) if (log := state.get("log") or os.environ.get("QRECIPE_LOG")) else None, folder, ServeRecipe.from_dict(state["recipe"]) if folder else None,
             state.get("ready_seconds"),
         )  # fmt: skip
 

@@ -1,0 +1,85 @@
+"""The verdict on an executed chapter, by what it holds and not by what papermill says of it.
+
+A chapter passes when papermill's exit code is 0 AND every code cell has an execution count AND the closing line was
+printed AND its JSON is there. papermill's own status fields are not asked: after a dead kernel they say "completed".
+A chapter that says it cannot run here (`qrecipe.skip`) is skipped: neither passed nor failed.
+"""
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import nbformat
+
+from .chapter import CLOSING, SKIPPED
+
+
+@dataclass
+class Verdict:
+    """How one chapter ended: passed, failed or skipped; a failed one names its cell, the line, why, and what mends it."""
+
+    name: str
+    status: str = "failed"
+    seconds: float = 0.0
+    reason: str = ""
+    cell: str = ""
+    line: str = ""
+    mend: str = ""
+    log_tail: str = ""  # the server log's last lines when the chapter failed
+    measured: dict = field(default_factory=dict)
+
+
+def judge(executed: Path, record: Path, exit_code: int | None) -> Verdict:
+    """The verdict on an executed copy and the NAME.json that it wrote."""
+    verdict, told = Verdict(executed.stem), read_record(record)
+    try:
+        nb = nbformat.read(executed, as_version=4)
+    except Exception as e:
+        verdict.reason = f"no readable output notebook ({type(e).__name__})"
+        return verdict
+    code = [c for c in nb.cells if c.cell_type == "code" and c.source.strip()]
+    for cell in code:
+        for output in cell.outputs:
+            if output.output_type == "error":
+                verdict.cell, verdict.reason = cell.get("id", ""), plain(f"{output.ename}: {output.evalue}")
+                verdict.line = failing_line(cell, output)
+                return verdict
+    printed = "".join(o.get("text", "") for c in code for o in c.outputs if o.output_type == "stream").splitlines()
+    unrun = [c for c in code if c.execution_count is None]
+    skipped = SKIPPED.format(name=executed.stem) in printed and told.get("status") == "skipped"
+    checks = [
+        (unrun, f"{len(unrun)} of {len(code)} cells were not run (the kernel died or a limit was reached)"),
+        (exit_code != 0, f"papermill ended with exit code {exit_code}"),
+        (not skipped and CLOSING.format(name=executed.stem) not in printed, "the closing line was not printed: finish() was not reached"),
+        (not isinstance(told.get("measured"), dict), f"{record.name} was not written, or is damaged"),
+    ]  # fmt: skip
+    verdict.reason = next((reason for broken, reason in checks if broken), "")
+    if unrun:
+        verdict.cell = unrun[0].get("id", "")
+    elif not verdict.reason:
+        verdict.status, verdict.measured = ("skipped" if skipped else "passed"), told["measured"]
+        verdict.reason = told.get("why", "") if skipped else ""
+    return verdict
+
+
+def read_record(path: Path) -> dict:
+    """A JSON object from a file, {} when there is none that can be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def plain(text: str) -> str:
+    """Text of a traceback without colours, 2,000 characters at most."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", text).strip()[:2000]
+
+
+def failing_line(cell, output) -> str:
+    """The source line that a traceback's arrow points at, "" when it shows none."""
+    for line in reversed("\n".join(output.traceback).splitlines()):
+        if m := re.match(r"-+>\s*\d+\s(.*)", plain(line)):
+            return m[1].strip()
+    return cell.source.splitlines()[-1] if len(output.traceback) == 1 else ""
