@@ -22,7 +22,7 @@ _RANGES = {
 
 def check_number(name: str, value: Any) -> None:
     """Raise BadInput when a request parameter lies outside what any server takes."""
-    if name not in _RANGES or value is None:
+    if name not in _RANGES or value is None or type(value).__name__ in ("Timeout", "NotGiven", "Omit"):
         return
     low, high, closed, whole = _RANGES[name]
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
@@ -36,13 +36,14 @@ def check_number(name: str, value: Any) -> None:
 def check_request(client: Any, model: Any, messages: Any, prompt: Any, max_tokens: Any, temperature: Any,
                   extra_body: dict | None, params: dict) -> None:  # fmt: skip
     """Raise BadInput for what cannot be sent: parts missing, numbers out of range, names the client does not know."""
+    if type(client).__name__.startswith("Async"):
+        raise BadInput("the client is asynchronous: give an openai.OpenAI, whose stream is read on one clock.")
     if not (isinstance(model, str) and model.strip()):
         raise BadInput(f"model is {model!r}: give the name that /v1/models lists, for instance 'qwen3.5-4b'.")
     if (messages is None) == (prompt is None):
         raise BadInput("give either messages (chat) or prompt (completion), not both and not neither.")
-    if messages is not None and not (
-        isinstance(messages, list) and messages and all(isinstance(m, dict) and m.get("role") for m in messages)
-    ):
+    roles = [m.get("role") if isinstance(m, dict) else getattr(m, "role", None) for m in messages] if isinstance(messages, list) else []
+    if messages is not None and not (roles and all(roles)):
         raise BadInput("messages must be a list of at least one {'role': ..., 'content': ...}.")
     if prompt is not None and (not isinstance(prompt, (str, list)) or not prompt):
         raise BadInput("prompt must be a text or a list of token ids, and not empty.")

@@ -1,5 +1,6 @@
 """request.py against a replay server, through the real openai client."""
 
+import json
 import math
 
 import pytest
@@ -303,9 +304,62 @@ def test_bad_parameters_are_refused_before_anything_is_sent(params, words):
     assert words in str(caught.value)
 
 
+def test_an_asynchronous_client_is_refused():
+    from openai import AsyncOpenAI
+
+    with pytest.raises(BadInput, match="asynchronous"):
+        dissect(AsyncOpenAI(base_url="http://127.0.0.1:9/v1", api_key="none"), **ASK)
+
+
+def test_an_earlier_answer_may_be_a_message_again():
+    from httpx import Timeout
+    from openai.types.chat import ChatCompletionMessage
+
+    earlier = ChatCompletionMessage(role="assistant", content="Hello")
+    result, seen = ask(Reply(CHAT), messages=[*ASK["messages"], earlier, *ASK["messages"]], timeout=Timeout(5))
+    assert result.complete and seen[0]["messages"][1]["content"] == "Hello"
+
+
 def test_as_dict_is_json():
-    import json
 
     result, _ = ask(Reply(CHAT))
     again = json.loads(json.dumps(result.as_dict()))
     assert again["text"] == "One two three" and len(again["chunks"]) == 6 and again["finish_reason"] == "stop"
+
+
+def command_line(monkeypatch, capsys, *words):
+    """(exit code, stdout, stderr) of `qrecipe dissect WORDS`."""
+    import sys
+
+    from qrecipe import cli
+
+    monkeypatch.setattr(sys, "argv", ["qrecipe", "dissect", *words])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    return end.value.code, *capsys.readouterr()
+
+
+def test_the_command_prints_the_answer_and_each_figure(monkeypatch, capsys):
+    with replay(Reply(CHAT)) as (url, seen):
+        code, out, _ = command_line(monkeypatch, capsys, "--url", url, "--prompt", "Hi", "--max-tokens", "4")
+    assert code == 0 and "One two three" in out and "(E2E - TTFT) / (n - 1)" in out
+    assert seen[0]["messages"] == ASK["messages"] and seen[0]["max_tokens"] == 4
+
+
+def test_the_command_asks_servers_that_know_only_openai_s_own_fields(monkeypatch, capsys):
+    with replay(error(400, "Unrecognized request argument supplied: chat_template_kwargs"), Reply(strip_usage(CHAT))) as (url, seen):
+        code, out, _ = command_line(monkeypatch, capsys, "--url", url, "--model", "gpt", "--prompt", "Hi", "--json")
+    assert code == 0 and "chat_template_kwargs" not in seen[1] and "chat_template_kwargs" in seen[0]
+    assert "asked without" in json.loads(out)["notes"][-1]
+
+
+def test_the_command_s_exit_code_tells_a_broken_stream_and_bad_input(monkeypatch, capsys, tmp_path):
+    with replay(Reply(CHAT[:3], kill=True)) as (url, _):
+        code, out, _ = command_line(monkeypatch, capsys, "--url", url, "--model", "m")
+        assert code == 1 and "One two" in out and "stream broke" in out
+    (tmp_path / "a.png").write_text("no picture")
+    for words, said in [(["--image", str(tmp_path / "a.png")], "not a picture"), (["--max-tokens", "0"], "max_tokens is 0")]:
+        code, _, err = command_line(monkeypatch, capsys, "--url", "http://127.0.0.1:9/v1", "--model", "m", *words)
+        assert code == 2 and said in err and len(err.splitlines()) == 1
+    code, _, err = command_line(monkeypatch, capsys, "--url", "http://127.0.0.1:9/v1")
+    assert code == 2 and "no server answers" in err
