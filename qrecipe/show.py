@@ -140,13 +140,19 @@ def _figure(height: float, alt: str, width: float = 8.2) -> "Figure":
 
 
 def _axes(figure: "Figure", title: str, xlabel: str = "", ylabel: str = "") -> Any:
-    ax = figure.subplots()
+    ax = _style(figure.subplots(), xlabel, ylabel)
+    ax.set_title(title, loc="left", fontsize=11.5, fontweight="bold", color=INK, wrap=True)
+    return ax
+
+
+def _style(ax: Any, xlabel: str = "", ylabel: str = "") -> Any:
+    """The house look of one axes: card colour, two spines, ink labels."""
     ax.set_facecolor(CARD)
     for side, spine in ax.spines.items():
         spine.set_visible(side in ("bottom", "left"))
         spine.set_color(INK)
     ax.tick_params(colors=INK, labelsize=9)
-    ax.set_title(title, loc="left", fontsize=11.5, fontweight="bold", color=INK, wrap=True)
+    ax.set_axisbelow(True)
     ax.set_xlabel(xlabel, color=INK, fontsize=9.5)
     ax.set_ylabel(ylabel, color=INK, fontsize=9.5)
     return ax
@@ -280,7 +286,6 @@ def line_plot(
     figure = _figure(3.7, f"{title}: {', '.join(lines)} over {xlabel}")
     ax = _axes(figure, title, xlabel, ylabel)
     ax.grid(True, color=GRID, linewidth=0.7)
-    ax.set_axisbelow(True)
     if log:
         from matplotlib.ticker import FuncFormatter
 
