@@ -55,8 +55,11 @@ def judge(executed: Path, record: Path, exit_code: int | None) -> Verdict:
         (not isinstance(told.get("measured"), dict), f"{record.name} was not written, or is damaged"),
     ]  # fmt: skip
     verdict.reason = next((reason for broken, reason in checks if broken), "")
-    if unrun:
-        verdict.cell = unrun[0].get("id", "")
+    if unrun:  # which cell it was in, papermill does tell
+        begun = [c for c in code if (c.metadata.get("papermill") or {}).get("start_time")]
+        last = begun[-1] if begun else unrun[0]
+        first, *more = last.source.splitlines()
+        verdict.cell, verdict.line = last.get("id", ""), first + (" ..." if more else "")
     elif not verdict.reason:
         verdict.status, verdict.measured = ("skipped" if skipped else "passed"), told["measured"]
         verdict.reason = told.get("why", "") if skipped else ""

@@ -59,7 +59,7 @@ def write_junit(folder: Path, run: dict) -> Path:
             word = "failure" if c["status"] == "failed" else "skipped"
             part = ElementTree.SubElement(case, word, message=_xml(c["reason"]))
             part.text = (
-                _xml("\n".join(filter(None, [f"cell {c['cell']}: {c['line']}", c["mend"], c["log_tail"]])))
+                _xml("\n".join(filter(None, [f"cell {c['cell']}: {c['line']}", c.get("mend", ""), c.get("log_tail", "")])))
                 if word == "failure"
                 else ""
             )
@@ -140,10 +140,10 @@ def _failures(run: dict) -> str:
     """For each failed chapter: its cell, the line, the mend, and what the server's log said last."""
     out = []
     for c in run["chapters"]:
-        rows = [("cell", c["cell"]), ("line", c["line"]), ("why", c["reason"]), ("mend", c["mend"])]
+        rows = [("cell", c["cell"]), ("line", c["line"]), ("why", c["reason"]), ("mend", c.get("mend", ""))]
         if c["status"] == "failed":
             out.append(f"<h2>{html.escape(c['name'])} failed</h2>" + table(["", ""], [r for r in rows if r[1]]))
-            if c["log_tail"]:
+            if c.get("log_tail", ""):
                 out.append(f"<p>The server log at that moment ended so:</p><pre>{html.escape(c['log_tail'])}</pre>")
     return "".join(out)
 

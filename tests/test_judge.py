@@ -89,9 +89,9 @@ def test_on_a_gpu_the_chapter_that_needs_all_of_it_goes_last_and_the_server_is_l
     "cells, reason, line",
     [
         ((OPEN, "a = 1\n1 / 0\nb = 2", CLOSE), "ZeroDivisionError: division by zero", "1 / 0"),
-        ((OPEN, "import os; os._exit(1)", CLOSE), "not run", ""),
+        ((OPEN, "import os; os._exit(1)", "a = 1", CLOSE), "not run", "import os; os._exit(1)"),
         ((OPEN, "import sys; sys.exit(0)", CLOSE), "SystemExit", ""),
-        ((OPEN, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", CLOSE), "not run", ""),
+        ((OPEN, "import os\nos.kill(os.getpid(), 9)", CLOSE), "not run", "import os ..."),
         ((OPEN,), "closing line", ""),
         (("print('qrecipe: 01_x complete')",), "01_x.json was not written", ""),
     ],
