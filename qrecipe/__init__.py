@@ -28,6 +28,7 @@ _MODULES = (
     "show",
     "serving",
     "fetch",
+    "exercise",
 )
 __all__ = [*_WHERE, *_MODULES]
 

@@ -39,6 +39,7 @@ class Chapter:
     began: float = field(default_factory=time.time)
     _server: Server | None = None
     progress: object = None
+    exercises: dict = field(default_factory=dict)  # number -> state and tries, kept by `exercise`
 
     @property
     def weights(self) -> str:
@@ -170,6 +171,10 @@ def check_values(parameters: dict) -> None:
     model = parameters.get("model", "auto")
     if not isinstance(model, str) or not model:
         raise BadInput(f"model {model!r}: expected 'auto', a folder or a hub id")
+    if "answers" in parameters:
+        from .exercise import check_answers
+
+        check_answers(parameters["answers"])
 
 
 def finish(measured: dict | None = None, next_step: str = "", **facts) -> None:
@@ -186,6 +191,11 @@ def finish(measured: dict | None = None, next_step: str = "", **facts) -> None:
 
     if pairs:
         _display(table([(k, _number(v), u) for k, (v, u) in pairs.items()], ["measured", "value", "unit"]))
+    if chapter.exercises:
+        from . import exercise
+
+        _display(exercise.card())
+        facts["exercises"] = exercise.summary()
     if next_step:
         print(f"Next: {next_step}")
     _close(chapter, "complete", {k: {"value": v, "unit": u} for k, (v, u) in pairs.items()}, facts)
@@ -226,12 +236,16 @@ def _close(chapter: Chapter, status: str, measured: dict, facts: dict) -> None:
 
 def out_dir(chapter: Chapter) -> Path:
     """The folder of the executed copy when the runner names it, else a run folder of this chapter's own."""
+    own = f"{datetime.fromtimestamp(chapter.began):%Y%m%d-%H%M%S}-{chapter.name}"
+    return writable(told_folder() or runs_dir() / own)
+
+
+def told_folder() -> Path | None:
+    """The folder of the executed copy when the runner names it."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     told = (shell.user_ns.get("PAPERMILL_OUTPUT_PATH") if shell else None) or os.environ.get("QRECIPE_OUT")
-    if told:
-        folder = Path(told)
-        return writable(folder if folder.is_dir() else folder.parent)
-    return writable(runs_dir() / f"{datetime.fromtimestamp(chapter.began):%Y%m%d-%H%M%S}-{chapter.name}")
+    folder = Path(told) if told else None
+    return folder if folder is None or folder.is_dir() else folder.parent
 
 
 def model_facts(chapter: Chapter) -> dict:

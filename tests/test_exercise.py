@@ -1,0 +1,214 @@
+"""The exercises: every right answer taken, every typical mistake recognised by name, tries, hints, solutions, the card."""
+
+import json
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import nbformat
+import pytest
+from conftest import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
+
+import qrecipe
+from qrecipe import chapter as running
+from qrecipe import exercise, layers
+from qrecipe.chapter import Chapter
+from qrecipe.errors import BadInput
+from qrecipe.log_source import recorded
+from qrecipe.memory import longest_of
+from qrecipe.units import convert, quantity
+
+ANSWERS = json.loads((ROOT / "tests/data/answers.json").read_text())
+NOTEBOOKS = {p.stem: nbformat.read(p, 4) for p in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))}
+SHAPE = qrecipe.shape.load_shape("Qwen3.5-4B")
+H200 = qrecipe.read_log(recorded())
+SICK = layers.Facts(
+    driver="580.105.08", driver_cuda="13.0", gpus=(layers.Gpu("NVIDIA GeForce RTX 4090 D", 23.6, (8, 9)),), torch="2.11.0+cu128",
+    torch_cuda="12.8", wants_torch="2.11.0", vllm="0.23.0", vllm_cudart=13, transformers="5.17.0", cudart_folders=(("/env/lib", 12),),
+)  # fmt: skip
+
+
+def pool_of(log):
+    return qrecipe.budget(
+        "Qwen3.5-4B",
+        available_kv_gib=log.available_kv_gib,
+        max_model_len=log.max_model_len,
+        vllm_version=log.vllm_version,
+    )
+
+
+def on(card, **flags):
+    return lambda change: qrecipe.budget(SHAPE, gpu=card, **flags | change)
+
+
+def reply(fields):
+    """What a server says to the question of chapter 3: an answer of 20 tokens, cut where it is told to."""
+    count = fields.get("max_tokens", 128)
+    if count < 1:
+        raise ValueError("400 Bad Request: max_tokens must be at least 1")
+    reason = "length" if count < 20 else "stop"
+    return {
+        "choices": [{"finish_reason": reason, "message": {"content": "words"}}],
+        "usage": {"completion_tokens": min(count, 20)},
+    }
+
+
+def promise(address):
+    if ":9/" in address:
+        raise ConnectionError("Connection refused")
+    return SimpleNamespace(id="small", max_model_len=4096 if "8001" in address else 32768)
+
+
+def cards_of(n):
+    return qrecipe.budget(SHAPE, gpu="RTX 4090", max_model_len=n, gpu_memory_utilization=0.9, max_num_seqs=256)
+
+
+VALUES = {  # what each cell of the notebooks passes to check()
+    "1.1": {}, "1.2": {"shape": SHAPE, "plan": qrecipe.budget(SHAPE, gpu="RTX 4090", max_model_len=32768)},
+    "1.3": {"budget": qrecipe.budget(SHAPE, max_model_len=4096)}, "1.4": {}, "1.5": {"effect": on("RTX 4060", max_model_len=8192)},
+    "2.1": {}, "2.2": {}, "2.3": {"effect": lambda c: layers.first_broken(layers.judge_layers(replace(SICK, **c), "gpu"))}, "2.4": {},
+    "3.1": {"budget": cards_of(65_536), "shorter": cards_of(32_768)}, "3.2": {"spent": {"a": 80.0, "b": 6.0, "c": 1.0, "d": 3.0}},
+    "3.3": {"effect": reply}, "3.4": {"effect": promise}, "4.1": {"log": H200}, "4.2": {"law": pool_of(H200)}, "4.3": {},
+    "4.4": {"pool": pool_of(qrecipe.read_log(recorded("262144"))), "longest": longest_of(pool_of(qrecipe.read_log(recorded("262144"))))},
+    "4.5": {"effect": on("H200", max_model_len=32768, gpu_memory_utilization=0.07)},
+}  # fmt: skip
+
+
+@pytest.fixture
+def begin(monkeypatch, tmp_path):
+    """Open a chapter whose answers are kept in a folder of the test's own."""
+
+    def open_chapter(**answers):
+        monkeypatch.setenv("QRECIPE_OUT", str(tmp_path))
+        monkeypatch.setattr(running, "_current", Chapter("01_size_gpu", "cpu", "", {"answers": answers}, "", {}))
+        return tmp_path / "exercises/01_size_gpu.json"
+
+    open_chapter()
+    return open_chapter
+
+
+def test_the_toml_the_notebooks_and_the_answers_have_the_same_exercises_in_order():
+    for number, nb in ((stem[:2], nb) for stem, nb in NOTEBOOKS.items()):
+        called = [
+            re.findall(r'exercise\.check\("([\d.]+)"', c.source)
+            for c in nb.cells
+            if "exercise" in c.metadata.get("tags", [])
+        ]
+        asked = re.findall(
+            r"^### Exercise ([\d.]+): (.*)$", "\n".join(c.source for c in nb.cells if c.cell_type == "markdown"), re.M
+        )
+        mine = [(n, e) for n, e in exercise.book().items() if int(n.split(".")[0]) == int(number)]
+        assert [n for names in called for n in names] == [n for n, _ in asked] == [n for n, _ in mine]
+        assert [t.replace("`", "") for _, t in asked] == [e["title"] for _, e in mine]
+    assert list(ANSWERS) == list(VALUES) == list(exercise.book())
+
+
+@pytest.mark.parametrize("number", ANSWERS)
+def test_right_answers_are_taken_in_any_unit(number, begin):
+    for answer in ANSWERS[number]["right"]:
+        told = exercise.check(number, answer, **VALUES[number])
+        assert told.state == "right", (answer, told)
+
+
+@pytest.mark.parametrize("number", ANSWERS)
+def test_every_typical_mistake_is_recognised(number, begin):
+    for answer, said in ANSWERS[number]["wrong"]:
+        told = exercise.check(number, answer, **VALUES[number])
+        assert told.state == "wrong" and said in told.lines[1], (answer, told)
+
+
+@pytest.mark.parametrize("number", ANSWERS)
+def test_no_mistake_is_without_a_test_and_none_looks_right(number, begin):
+    spec, heard = exercise.book()[number], ""
+    for answer, _ in ANSWERS[number]["wrong"]:
+        heard += exercise.check(number, answer, **VALUES[number]).lines[1]
+    texts = [m[1] for m in spec.get("mistakes", []) + spec.get("slips", []) + spec.get("fails", [])]
+    texts += [t for letter, t in spec.get("options", {}).items() if letter not in ANSWERS[number]["right"]]
+    for text in texts:
+        fixed = max(re.split(r"\{[^}]*\}+", text), key=len).strip()
+        assert fixed in heard, (number, text)
+
+
+@pytest.mark.parametrize("number", ANSWERS)
+def test_a_hint_after_the_second_try_and_the_solution_after_the_third(number, begin):
+    wrong = [a for a, _ in ANSWERS[number]["wrong"]][:3]
+    assert len(wrong) == 3 or exercise.book()[number]["kind"] != "number"
+    told = [exercise.check(number, a, **VALUES[number]) for a in wrong]
+    assert len(told[0].lines) == 2
+    assert told[1].lines[-1].startswith("Hint: ") and len(told[1].lines) == 3
+    if len(told) > 2:
+        assert [line.split(": ")[0] for line in told[2].lines[2:]] == ["Hint", "Solution"]
+
+
+def test_the_same_answer_again_is_no_new_try(begin):
+    assert [exercise.check("1.1", "9 GiB").lines[0] for _ in range(3)] == ["Exercise 1.1, try 1: not yet."] * 3
+
+
+@pytest.mark.parametrize("answer", ["nine", "9 foo", "9 s", True, [], "GiB"])
+def test_what_cannot_be_read_is_no_try_and_says_what_is_expected(answer, begin):
+    told = exercise.check("1.1", answer)
+    assert told.state == "open" and "expected" in told.lines[0] or answer == []
+    assert running._current.exercises["1.1"]["tries"] == []
+
+
+def test_nothing_typed_passes_quietly_and_leaves_no_file(begin):
+    file = begin()
+    told = [exercise.check(n, empty, **VALUES[n]) for n, empty in zip(ANSWERS, [None, "", {}] * 9, strict=False)]
+    assert {t.state for t in told} == {"open"} and not file.exists()
+    assert repr(exercise.card()) == f"○ Exercises: none of {len(ANSWERS)} answered."
+
+
+def test_answers_as_a_parameter_one_or_several(begin):
+    file = begin(**{"1.1": ["9 GiB", "16.8 GiB", "8.38 GiB"], "1.4": "b"})
+    assert exercise.check("1.1", "").state == exercise.check("1.4", "").state == "right"
+    assert json.loads(file.read_text()) == {
+        "1.1": {"state": "right", "tries": ["9 GiB", "16.8 GiB", "8.38 GiB"]},
+        "1.4": {"state": "right", "tries": ["b"]},
+    }
+    assert exercise.check("1.1", "1 GiB").state == "wrong"  # what is typed goes first
+    assert json.loads(file.read_text())["1.1"]["state"] == "right"  # and what was right stays so
+
+
+def test_the_card_counts_the_chapter_and_the_book(begin, monkeypatch):
+    begin()
+    exercise.check("1.1", "8.38 GiB")
+    exercise.check("1.4", "a")
+    text = repr(exercise.card())
+    assert (
+        "1.1 weights of another model  ✓ right, 1 try" in text and "✗ not yet, 1 try" in text and "■□□□□ 1 of 5" in text
+    )
+    monkeypatch.setattr(running, "_current", Chapter("02_install_layers", "cpu", "", {}, "", {}))
+    exercise.check("2.2", "c")
+    assert f"2 of {len(exercise.book())} exercises" in repr(exercise.card())
+    assert exercise.summary()["right"] == 1
+
+
+def test_a_verdict_is_escaped(begin):
+    page = exercise.check("1.4", "<script>")._repr_html_() + exercise.check("1.1", "<b>")._repr_html_()
+    assert "<script" not in page and "<b>&" not in page
+
+
+@pytest.mark.parametrize("answers", [[], "b", {"9.9": 1}, {"1.1": "8.38 GiB", "x": 2}])
+def test_answers_to_no_exercise_are_refused_before_anything_runs(answers):
+    with pytest.raises(BadInput, match="answers"):
+        running.check_values({"answers": answers})
+
+
+@given(st.floats(0.01, 1e5), st.sampled_from(["GiB", "GB", "MiB", "ms", "s", "tokens", "%", "GB/s"]))
+def test_a_number_written_in_a_unit_is_read_back(value, unit):
+    assert convert(quantity(f"{value:.6f}{unit}", unit), unit) == pytest.approx(value, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "written, asked, base",
+    [("1,024 tokens", "tokens", 1024), ("8,6 GiB", "GiB", 8.6 * 2**30), ("9.2gb", "GiB", 9.2e9), ("8 Gb", "GiB", 1e9), ("~3.5x", "x", 3.5),
+     ("4.5 billion", "parameters", 4.5e9), (7, "ms", 0.007), ("about 2 min.", "s", 120), ("µ", "s", None), ("3 GiB", "s", None)],
+)  # fmt: skip
+def test_numbers_as_people_write_them(written, asked, base):
+    if base is None:
+        with pytest.raises(BadInput, match="expected"):
+            quantity(written, asked)
+    else:
+        assert quantity(written, asked).base == pytest.approx(base)
