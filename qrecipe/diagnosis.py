@@ -17,13 +17,12 @@ from typing import Any
 
 from qrecipe.cards import cards
 from qrecipe.errors import RecipeError
-from qrecipe.log_words import message, plain
+from qrecipe.log_words import is_quiet, message, plain
 from qrecipe.memory import GIB, ROUNDING_GIB, Budget, budget, flags_of
 from qrecipe.shape import ModelShape, bundled_shapes
 
 TABLE = tomllib.loads((Path(__file__).parent / "data" / "failures.toml").read_text(encoding="utf-8"))
 SYMPTOMS = re.compile("|".join(TABLE["symptoms"]), re.IGNORECASE)
-QUIET = re.compile(r"^\s*(?:\([^()]{0,80}\)\s*)*(?:\S+ )?(?:INFO|DEBUG|WARNING)\b")
 ERROR = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|OutOfMemory)\s*:")
 LIMIT = 20_000  # lines kept of a long text: the first and the last
 
@@ -55,7 +54,7 @@ def diagnose(lines: str | Iterable[str], log: Any = None, shape: ModelShape | No
     rows = rows if len(rows) <= 2 * LIMIT else rows[:LIMIT] + rows[-LIMIT:]
     rows = [plain(r)[:4000].rstrip() for r in rows]
     end = next((i for i, r in enumerate(rows) if "[shutdown]" in r and "shutdown triggered" in r), len(rows))
-    loud = [message(r).strip() for r in rows[:end] if not QUIET.match(r)]
+    loud = [message(r).strip() for r in rows[:end] if not is_quiet(r)]
     for text in (*loud, " ".join(loud)):  # at last as one line: words may be wrapped
         for rule in RULES:
             if found := rule.words.search(text):

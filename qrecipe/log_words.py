@@ -37,26 +37,30 @@ RULES = [
     _rule("took", "init_seconds compile_seconds", r"init engine \([^()]*\) ", r"took <n> s\w*(?: \(compilation: <n> s)?"),
     _rule("took", "warmup_seconds", r"Initial profiling/warmup run ", "took <n> s"),
     _rule("GiB", "consumed_gib", "<n> ?", "GiB for consumed memory"),
-    _rule("GiB", "weights_gib", "Actual usage is <n> ?", "GiB for weight"),
+    _rule("GiB", "weights_gib", "Actual usage(?: is|:) <n> ?", "GiB for weight"),
     _rule("GiB", "activation_gib", "<n> ?", "GiB for peak activation"),
     _rule("GiB", "non_torch_gib", "<n> ?", "GiB for non-torch memory"),
-    _rule("GiB", "cuda_graph_gib", "<n> ?", "GiB for CUDAGraph memory"),
+    _rule("GiB", "cuda_graph_gib", "<n> ?", r"GiB for \w+ ?[Gg]raph memory"),
     _rule("GiB", "available_kv_gib", r"[Aa]vailable KV cache memory(?: is)?[:=]? \(?<n> ?", "GiB"),
     _rule("GiB", "cuda_graph_estimate_gib", "Estimated CUDA graph memory: <n> ?", "GiB"),
     _rule("GiB", "cuda_graph_gib", "<n> ?", r"GiB \(actual\)"),
     _rule("GiB", "cuda_graph_estimate_gib", "<n> ?", r"GiB \(estimated\)"),
     _rule("GiB", "free_gib total_gib", r"Free memory on device[^()]*\(<n>/<n> ?", r"GiB\) on startup"),
     _rule("GiB", "utilization requested_gib", r"esired GPU memory utilization(?: is)? \(<n>, <n> ?", "GiB"),
+    _rule("GiB", "free_gib", "Initial free memory <n> ?", "GiB, reserved"),
     _rule("GiB", "available_kv_gib", r"reserved <n> ?", "GiB memory for KV Cache as specified"),
+    _rule("to maintain the same", "utilization", "utilization from <n> to <n> ", "to maintain the same"),
+    _rule("is equivalent to", "utilization", "current --gpu-memory-utilization=<n> ", "is equivalent to"),
     _rule("GiB", "available_kv_gib total_gib", r"set \(<n>/<n>\) ", "GiB for KV cache on node"),
     # V0: one sentence, and key=value
     _rule("GiB", "weights_gib", "model weights takes? <n> ?", "GiB"),
-    _rule("GiB", "non_torch_gib", "non_torch_memory(?: takes |=)<n> ?", "GiB"),
-    _rule("GiB", "activation_gib", "PyTorch activation peak memory takes <n> ?", "GiB"),
+    _rule("GiB", "non_torch_gib", "non_torch_memory(?: takes |=| )<n> ?", "GiB"),
+    _rule("GiB", "activation_gib", "PyTorch activation peak memory (?:takes )?<n> ?", "GiB"),
     _rule("GiB", "available_kv_gib", "reserved for KV Cache is <n> ?", "GiB"),
-    _rule("GiB", "total_gib", r"total_gpu_memory(?:=| \()<n> ?", "GiB"),
-    _rule("GiB", "available_kv_gib", r"kv_cache_size=<n> ?", "GiB"),
-    _rule("GiB", "requested_gib", r"gpu_memory_utilization \([\d.]+\) = <n> ?", "GiB"),
+    _rule("GiB", "total_gib", r"total_gpu_memory(?:=| \(?)<n> ?", "GiB"),
+    _rule("GiB", "available_kv_gib", r"(?:kv_cache_size=|available_kv_cache_memory )<n> ?", "GiB"),
+    _rule("GiB", "utilization requested_gib", r"gpu_memory_utilization \(<n>\) = <n> ?", "GiB"),
+    _rule("GiB", "requested_gib", "instance can use <n> ?", "GiB"),
     _rule("GiB", "weights_gib", "; weights memory: <n> ?", "GiB"),
     _rule("GiB", "activation_gib", "torch peak memory increase: <n> ?", "GiB"),
     _rule("GiB", "non_torch_gib", "non-torch forward increase memory: <n> ?", "GiB"),
@@ -88,7 +92,7 @@ TEXTS = [
 
 # single words of which one stands near when a frequent anchor belongs to a figure: a cheap look before the close one
 NEAR = {
-    b"GiB": (b"memory", b"activation", b"weight", b"Cache", b"(estimated)", b"(actual)", b"startup", b"utilization", b"node", b"kv_cache"),
+    b"GiB": (b"memory", b"activation", b"weight", b"Cache", b"(estimated)", b"(actual)", b"startup", b"utilization", b"node", b"kv_cache", b"instance"),
     b"took": (b"oading", b"compile", b"captur", b"engine", b"profiling"),
     b"takes": (b"compile",), b"size": (b"cache", b"attention", b"mamba"), b"concurrency": (b"Maximum",),
     b"blocks:": (b"GPU", b"cuda"), b"version": (b"\xe2\x96\x88", b"vLLM", b"FlashAttention", b"\\u2588"),
@@ -115,7 +119,7 @@ STAGE_WORDS = [  # the line that opens a stage
 ]  # fmt: skip
 EAGER_WORDS = (b"nforce eager set", b"Cudagraph is disabled under eager", b"enforce_eager': True")
 ARGS = (b"non-default args", b"args: Namespace(")
-ERRORS = (b"Error", b"ERROR", b"xception", b"Killed", b"died", b"out of memory", b"No space left")
+ERRORS = (b"Error", b"ERROR", b"xception", b"Killed", b"died", b"out of memory", b"No space left", b"CUDA error")
 STOPPED = (b"shutdown triggered", b"Received SIGTERM", b"Received SIGINT")
 METRICS = b"Avg prompt throughput"
 METRIC_WORDS = {
@@ -133,8 +137,9 @@ _ANSI_SIGNS = ("\x1b", "\\u001b", "\\u001B", "\\x1b", "\\033")
 _BARE = re.compile(r"\[(?:\d{1,2}(?:;\d{1,3}){0,4})?m")  # a colour whose escape character was lost on the way
 _LEVEL = r"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)"
 PREFIX = (  # what loggers and containers put before a message
-    r"(?:[\w./-]{1,60} *\| ?)?"  # compose
-    r"(?:\d{4}-\d\d-\d\d[T ][\d:.,]{8,20}(?:Z|[+-]\d\d:?\d\d)?[ ]?(?:- )?)?(?:std(?:out|err) [FP] )?"
+    r"(?: {0,4}[\w./-]{0,60} *\| ?)?"  # compose
+    r"(?:\S{3,5} +\d{1,2} \d\d:\d\d:\d\d \S{1,60} \S{1,60}\[\d{1,9}\]: )?"  # journald
+    r"(?:\[?\d{4}-\d\d-\d\d[T ][\d:.,]{8,20}(?:Z|[+-]\d\d:?\d\d)?\]? ?(?:- )?)?(?:std(?:out|err) [FP] )?"
     r"(?:\((?:APIServer|ApiServer|EngineCore|Worker|VllmWorker|Ray|LLM|DPCoord)[^()\n]{0,60}\) ?)?"
     rf"(?:{_LEVEL}:? (?:\d\d-\d\d \d\d:\d\d:\d\d )?(?:\[?[\w./-]{{1,80}}\.(?:py|cpp):\d{{1,6}}\] ?)?)?"
 )
@@ -146,6 +151,19 @@ RECORD = re.compile(rf"(?m)(?:^|[\s>)\"|]){_LEVEL}:? .{{0,40}}?\[?[\w./-]+\.(?:p
 TIME = re.compile(
     rb"(?:(\d{4})-)?([01]\d)-([0-3]\d)[T ]([0-2]\d):([0-5]\d):([0-6]\d)(?:[.,](\d{1,9}))?"
 )
+
+
+_LEVEL_AND_TIME = re.compile(rf"\b{_LEVEL}:? \[?(?:\d{{4}}-)?\d\d-\d\d[ T]\d\d:")
+_WORD = re.compile("Error|ERROR|Exception")
+_QUIET = re.compile(r"\b(?:DEBUG|INFO|WARNING)\b")
+
+
+def is_quiet(line: str, at: int | None = None) -> bool:
+    """Whether the error's words (at `at`, else the first in the line) report no error: by vLLM's own level, the last one
+    where a collector put its own before."""
+    at = at if at is not None else found.start() if (found := _WORD.search(line)) else 40
+    levels = _LEVEL_AND_TIME.findall(line[: at + 30])
+    return _QUIET.search(levels[-1] if levels else line[:at]) is not None
 
 
 def plain(text: str) -> str:

@@ -70,7 +70,11 @@ class StartupLog:
         out |= {"ranks": self.ranks, "ready": self.ready, "failure": self.failure}
         out |= {key: self.figures.get(key) for key in MORE_KEYS}
         out |= {"backends": self.backends, "flags": self.flags, "config": self.config}
-        out |= {"stages": [list(s) for s in self.stages], "compile_cached": self.compile_cached, "runtime": self.runtime}
+        out |= {
+            "stages": [list(s) for s in self.stages],
+            "compile_cached": self.compile_cached,
+            "runtime": self.runtime,
+        }
         return out
 
 
@@ -247,7 +251,7 @@ class _Reader:
         banner = anchor == b"version" and (b"\xe2\x96\x88" in head or b"API server" in head)
         if anchor in words.ARGS or banner:
             self.maybe_new_start(again=len(self.start.values) > 0 or bool(self.start.first_errors) or self.start.ready)
-        elif anchor == b"with config" and b"engine (v" in head:
+        elif anchor == b"with config" and b"LLM engine" in head:
             found = words.LABEL.search(head)
             name = re.split(rb"[ ,]", found[1])[0].decode("ascii", "replace") if found else ""
             self.maybe_new_start(again=name in self.start.engines or self.start.ready)
@@ -307,7 +311,7 @@ class _Reader:
     def error(self, buf: bytes, begin: int, at: int) -> None:
         end = buf.find(b"\n", at, at + 4096)
         end = end if end >= 0 else min(len(buf), at + 4096)
-        if self.start.stopped or re.search(rb"\b(?:WARNING|INFO|DEBUG)\b", buf[begin:at]):
+        if self.start.stopped or words.is_quiet(buf[begin : at + 30].decode("latin-1"), at - begin):
             return
         text = words.message(buf[begin:end].decode("utf-8", "replace"))
         if not text.strip() or text[0] in " \t^" or text.startswith(("Traceback", "INFO")):
@@ -315,7 +319,12 @@ class _Reader:
         for _ in range(6):  # a wrapped message goes on in lines that are no records of their own
             after = buf.find(b"\n", end + 1, end + 1024)
             line = buf[end + 1 : after if after >= 0 else end + 1].decode("utf-8", "replace")
-            if len(text) < 60 or not line.strip() or words.RECORD.search(line) or line.lstrip().startswith(("Traceback", "File", "During", "The above", "[")):
+            if (
+                len(text) < 60
+                or not line.strip()
+                or words.RECORD.search(line)
+                or line.lstrip().startswith(("Traceback", "File", "During", "The above", "["))
+            ):
                 break
             text, end = f"{text.rstrip()} {line.strip()}", after
         start = self.start
