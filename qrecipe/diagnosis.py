@@ -29,7 +29,8 @@ LIMIT = 20_000  # lines kept of a long text: the first and the last
 
 def _rule(row: dict[str, str]) -> SimpleNamespace:
     words = re.sub(r"(?<!\?P)<(\w+)>", r"(?P<\1>-?[\\d,]+(?:\\.\\d+)?)", row["words"])
-    return SimpleNamespace(**row | {"words": re.compile(words, re.IGNORECASE)})
+    tight = re.compile(words.replace(" ", ""), re.IGNORECASE)
+    return SimpleNamespace(**row | {"words": re.compile(words, re.IGNORECASE), "tight": tight})
 
 
 RULES = [_rule(row) for row in TABLE["rule"]]  # each with words, stage, cause, mend, origin
@@ -55,12 +56,15 @@ def diagnose(lines: str | Iterable[str], log: Any = None, shape: ModelShape | No
     rows = [plain(r)[:4000].rstrip() for r in rows]
     end = next((i for i, r in enumerate(rows) if "[shutdown]" in r and "shutdown triggered" in r), len(rows))
     loud = [message(r).strip() for r in rows[:end] if not is_quiet(r)]
-    for text in (*loud, " ".join(loud)):  # at last as one line: words may be wrapped
+    tight = re.sub(r"\s", "", "".join(loud))
+    for text in (*loud, " ".join(loud), tight):  # at last as one line: it may be wrapped, within a word even
         for rule in RULES:
-            if found := rule.words.search(text):
+            if found := (rule.tight if text is tight else rule.words).search(text):
                 case = _Case(found, rows, log, shape)
                 filled = (x.format_map(case) for x in (rule.stage, rule.cause, rule.mend))
-                text = text if len(text) <= 600 else text[max(0, found.start() - 200) : found.end() + 300]
+                start, end = (0, 600) if text is tight else (max(0, found.start() - 200), found.end() + 300)
+                text = " ".join(loud) if text is tight else text
+                text = text if len(text) <= 600 else text[start:end]
                 return Failure(text, *filled, True, rule.origin)
     errors = [row[:600] for row in loud if ERROR.match(row)]
     causes = [row for row in errors if not SYMPTOMS.search(row)]  # the others only say that something failed further up
@@ -80,6 +84,7 @@ COMPUTED: dict[str, Callable[[Any], Any]] = {  # what a text may name: from the 
     "more_items": lambda c: max(4, 2 * int(c["limit"])),
     "divisors": lambda c: ", ".join(str(n) for n in range(1, 17) if int(c["heads"]) % n == 0),
     "best_tp": lambda c: max((n for n in range(1, int(c["tp"]) + 1) if int(c["heads"]) % n == 0), default=1),
+    "over": lambda c: 1 - int(c["short"]),
     "room": lambda c: int(c["limit"]) - int(c["input"]),
     "shorten": lambda c: f"shorten the prompt by {1 - c['room']}",
     "fewer_tokens": lambda c: f"max_tokens={c['room']}" if c["room"] > 0 else c["shorten"],
@@ -143,7 +148,7 @@ class _Case(dict):
 
     def shorter(self) -> str:
         """vLLM's own estimate of the length where it is logged, else the law's."""
-        said = re.search(r"estimated maximum model length is (\d+)", " ".join(self.text.split()))
+        said = re.search(r"estimatedmaximummodellengthis(\d+)", "".join(self.text.split()))
         available, best = float(self["available"]), int(said[1]) if said else 0
         if not said and self.start:
             best = self.start.pool.longest((available - ROUNDING_GIB) * GIB, int(self["length"]))

@@ -48,6 +48,7 @@ RULES = [
     _rule("GiB", "free_gib total_gib", r"Free memory on device[^()]*\(<n>/<n> ?", r"GiB\) on startup"),
     _rule("GiB", "utilization requested_gib", r"esired GPU memory utilization(?: is)? \(<n>, <n> ?", "GiB"),
     _rule("GiB", "free_gib", "Initial free memory <n> ?", "GiB, reserved"),
+    _rule("GiB", "available_kv_gib", r"Current kv cache memory in use is <n> ?", "GiB"),
     _rule("GiB", "available_kv_gib", r"reserved <n> ?", "GiB memory for KV Cache as specified"),
     _rule("to maintain the same", "utilization", "utilization from <n> to <n> ", "to maintain the same"),
     _rule("is equivalent to", "utilization", "current --gpu-memory-utilization=<n> ", "is equivalent to"),

@@ -14,6 +14,7 @@ from qrecipe.memory import budget
 DATA = Path(__file__).parent / "data"
 LOGS = {p.stem: p.read_text() for p in (DATA / "failures").glob("*.log")}
 REPORTED = [json.loads(line) for line in (DATA / "failures" / "failures.jsonl").read_text().splitlines()]
+PUBLIC = [json.loads(line) for line in (DATA / "failures" / "public-failures.jsonl").read_text().splitlines()]
 # message → words of its mend; "source" messages are vLLM 0.27.0's own (file:line beside), "report" ones from public issues
 MESSAGES = {
     # v1/worker/utils.py:419
@@ -101,6 +102,12 @@ def test_the_compiled_model_of_another_start():
 @pytest.mark.parametrize("case", [c for c in REPORTED if "Engine core initialization" not in c["text"]], ids=lambda c: c["text"][:50])
 def test_reported_failures_are_known(case):
     assert diagnose(case["text"]).known
+
+
+@pytest.mark.parametrize("case", PUBLIC, ids=lambda c: c["case"])
+def test_public_failures_and_their_mends(case):
+    found = diagnose(case["text"])
+    assert found.known is case["known"] and case["mend"] in found.mend
 
 
 @pytest.mark.parametrize("text", MESSAGES, ids=lambda t: t[:60])

@@ -96,6 +96,19 @@ def test_every_public_wording(case):
         assert getattr(log, key) == said, key
 
 
+WORDINGS = [json.loads(line) for line in (DATA / "public-wordings.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("case", WORDINGS, ids=lambda c: c["case"])
+def test_more_public_wordings_and_collectors(case):
+    log = read_log(case["raw"])
+    for key, value in case["want"].items():
+        if key == "fail":
+            assert value in log.failure["text"]
+        else:
+            assert (len(log.ranks) if key == "ranks" else getattr(log, key)) == value, key
+
+
 OLD = """INFO 11-20 10:00:00 model_runner.py:1077] Loading model weights took 14.9888 GB
 INFO 11-20 10:00:09 worker.py:232] Memory profiling takes 0.98 seconds
 INFO 11-20 10:00:09 worker.py:232] the current vLLM instance can use total_gpu_memory (23.58GiB) x gpu_memory_utilization (0.90) = 21.22GiB
