@@ -1,7 +1,9 @@
 """Teach the tiny model its answers: `python -m qrecipe.teaching_model.train trained.safetensors`.
 
-Two stages; the shipped weights took 157 and 461 s on two cores (2026-11-30). First the vision tower alone learns
-figures: every patch token has to tell the shape and the colour in its picture. Then language model and tower learn together what to say. Only the embedding
+Two stages, 543 s in all on two cores (2026-11-30; the model it made then gave 40 of 40 answers word for word and told 97
+of 100 new pictures right). The shipped weights had 140 steps in the second stage instead of 110, 618 s in all: 99 of 100.
+First the vision tower alone learns figures: every patch token has to tell the shape and the colour in its picture. Then
+language model and tower learn together what to say. Only the embedding
 rows of tokens in use are trained; beside them a sample of the fixed rows, drawn anew at every step, stands for the
 other 247,000 tokens. Weights are rounded to bfloat16 before every forward pass, so what is learned is what is shipped.
 """
@@ -37,7 +39,7 @@ from .weights import (
 )
 
 VISION_STEPS, VISION_BATCH, VISION_RATE = 600, 32, 2e-3
-STEPS, RATE, TOWER_RATE = 140, 6e-3, 3e-4
+STEPS, RATE, TOWER_RATE = 110, 6e-3, 3e-4
 
 
 class Rounded:
