@@ -68,6 +68,9 @@ def serve(
     max_model_len: int = 32768,
     max_num_seqs: int | None = None,
     gpu_memory_utilization: float = 0.90,
+    tensor_parallel_size: Annotated[int | None, typer.Option(help="every layer split over so many ranks")] = None,
+    pipeline_parallel_size: Annotated[int | None, typer.Option(help="layers dealt out to so many stages")] = None,
+    data_parallel_size: Annotated[int | None, typer.Option(help="so many copies of the engine")] = None,
     keep: Annotated[bool, typer.Option("--keep", help="leave it running until 'qrecipe stop'")] = False,
     new_key: Annotated[
         bool, typer.Option("--new-key", help="make an API key, kept in a file only you can read")
@@ -91,6 +94,8 @@ def serve(
     check_values(parameters)
     chosen, reason = choose_engine(gather(), engine)
     changes = {"max_num_seqs": max_num_seqs, "allowed_media_domains": images_from}
+    changes |= {"tensor_parallel_size": tensor_parallel_size, "pipeline_parallel_size": pipeline_parallel_size}
+    changes |= {"data_parallel_size": data_parallel_size}
     recipe = Chapter("serve", chosen, reason, parameters, "", {}).recipe(
         max_model_len=max_model_len, gpu_memory_utilization=gpu_memory_utilization, extra=tuple(extra or []), host=host,
         trust_remote_code=trust_remote_code, **{k: v for k, v in changes.items() if v},

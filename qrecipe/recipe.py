@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 from dataclasses import asdict, dataclass, field, fields, replace
+from math import prod
 from pathlib import Path
 
 from .errors import BadInput
@@ -14,7 +15,8 @@ NO_DOMAIN = "none.invalid"  # a name that cannot be resolved (RFC 2606): the ser
 TEACHING = "teaching-model"  # the start of its folder's name
 # A start of the teaching model is imports and tokenizer copies: share the tokenizer (plugin.py), and let the worker live
 # in the engine core's process. vLLM then cannot bind OpenMP threads itself, so one thread is set here.
-LEVERS = {"QRECIPE_SHARE_TOKENIZER": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+LEVERS = {"QRECIPE_SHARE_TOKENIZER": "1", **ONE_PROCESS}
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class ServeRecipe:
     kv_cache_dtype: str | None = None
     quantization: str | None = None
     tensor_parallel_size: int | None = None
+    pipeline_parallel_size: int | None = None
+    data_parallel_size: int | None = None
     distributed_executor_backend: str | None = None
     limit_mm_per_prompt: dict | None = None
     language_model_only: bool = False
@@ -67,9 +71,20 @@ class ServeRecipe:
             ),
             (bool(self.model), "no model given: name a folder or a hub id"),
         ]
+        checks += [
+            (size is None or size >= 1, f"{name} {size}: expected 1 or more") for name, size in self.sizes().items()
+        ]
         for good, message in checks:
             if not good:
                 raise BadInput(message)
+
+    def sizes(self) -> dict[str, int | None]:
+        """Tensor-, pipeline- and data-parallel size by flag; their product is the number of ranks, one a card."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name.endswith("_parallel_size")}
+
+    @property
+    def ranks(self) -> int:
+        return prod(size or 1 for size in self.sizes().values())
 
     def flags(self) -> list[tuple[str, str | None]]:
         """The flags in the order they are written: (name, value or None for a switch)."""
@@ -127,6 +142,17 @@ def _plain(value):
     return list(value) if isinstance(value, tuple) else value
 
 
+def bind_cores(ranks: int) -> str:
+    """The cores of this process dealt out to `ranks` ranks of the CPU engine, as VLLM_CPU_OMP_THREADS_BIND has it: "0|1"."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < ranks:
+        raise BadInput(
+            f"{ranks} ranks are asked for, this machine has {len(cores)} cores: each rank needs one of its own"
+        )
+    share = len(cores) // ranks
+    return "|".join(",".join(map(str, cores[i * share : (i + 1) * share])) for i in range(ranks))
+
+
 def recipe_for(engine: str, model: str, *, port: int = 8000, weights: str = "real", **changes) -> ServeRecipe:
     """The book's recipe for an engine ("cpu" or "gpu").
 
@@ -142,9 +168,12 @@ def recipe_for(engine: str, model: str, *, port: int = 8000, weights: str = "rea
     if engine == "cpu":
         flags |= {"max_num_seqs": 4, "enforce_eager": True, "limit_mm_per_prompt": {"image": 4, "video": 0}}
         env["VLLM_CPU_KVCACHE_SPACE"] = "1"
+        split = prod(changes.get(name) or 1 for name in ("tensor_parallel_size", "pipeline_parallel_size"))
+        if split > 1:  # vLLM gives each rank a NUMA node of its own unless told which cores are whose
+            env["VLLM_CPU_OMP_THREADS_BIND"] = bind_cores(split * (changes.get("data_parallel_size") or 1))
         if Path(model).name.startswith(TEACHING):
-            flags["distributed_executor_backend"] = "uni"
-            env |= LEVERS
+            env |= {name: value for name, value in LEVERS.items() if split == 1 or name not in ONE_PROCESS}
+            flags["distributed_executor_backend"] = "uni" if split == 1 else "mp"
     if weights == "dummy":
         flags["load_format"] = "dummy"
     try:

@@ -41,18 +41,34 @@ def check_start(recipe: ServeRecipe) -> None:
         raise BadInput(
             f"port {recipe.port} on {recipe.host} cannot be used ({e.strerror}, held by {listener(recipe.port)}): stop that, choose another port (-p port {recipe.port + 1}), or attach with base_url"
         ) from None
+    if recipe.ranks > 1:
+        from .pool import check_parallel
+        from .shape import load_shape
+
+        check_parallel(load_shape(recipe.model), recipe.tensor_parallel_size or 1, recipe.pipeline_parallel_size or 1)
     if "VLLM_CPU_KVCACHE_SPACE" not in recipe.env and recipe.gpu_memory_utilization:
-        check_gpus(recipe.gpu_memory_utilization, recipe.tensor_parallel_size or 1)
+        check_gpus(recipe.gpu_memory_utilization, recipe.ranks)
 
 
 def check_gpus(share: float, count: int) -> None:
-    """BadInput when one of the first `count` GPUs has less free memory than `share` of its total; no driver, no check."""
+    """BadInput when there are fewer than `count` GPUs, when these are of different size, or when one has less free memory
+    than `share` of its total; no driver, no check."""
     from .facts import _output
 
     visible = [v for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]
     query = ["nvidia-smi", "--query-gpu=index,memory.free,memory.total", "--format=csv,noheader,nounits"]
     rows = [r.split(", ") for r in _output(*query, *(["-i", ",".join(visible)] if visible else [])).splitlines()]
-    for index, free, total in [r for r in rows if len(r) == 3 and r[1].isdigit() and r[2].isdigit()][:count]:
+    rows = [r for r in rows if len(r) == 3 and r[1].isdigit() and r[2].isdigit()]
+    if rows and len(rows) < count:
+        raise BadInput(
+            f"{count} ranks are asked for and {len(rows)} GPU{'s are' if len(rows) > 1 else ' is'} here, each rank needs one of its own: lower the tensor-, pipeline- or data-parallel size, or spread over hosts (chapter 09_scale_out has the lines)"
+        )
+    sizes = [int(total) for _, _, total in rows[:count]]
+    if sizes and max(sizes) > 1.05 * min(sizes):
+        raise BadInput(
+            f"the first {count} GPUs have {', '.join(f'{size / 1024:.0f}' for size in sizes)} GiB: every rank gets the same share of its own card, so take cards of one size (CUDA_VISIBLE_DEVICES=0,2 chooses)"
+        )
+    for index, free, total in rows[:count]:
         if int(free) < share * int(total):
             holders = _output(
                 "nvidia-smi", "-i", index, "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"

@@ -1,0 +1,130 @@
+"""Plans on more than one card: which splits and copies of a model hold a need, and the commands that start them.
+
+The order of ranks and the commands are those of vLLM 0.27.0: tensor parallelism splits every layer, pipeline parallelism
+deals out whole layers, data parallelism copies the engine and shares out the requests.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from qrecipe.cards import Card, find_card
+from qrecipe.errors import BadInput, RecipeError
+from qrecipe.memory import Budget, budget
+
+SIZES = (1, 2, 4, 8, 16)
+MASTER = "MASTER"  # stands for the first host's address in commands for several hosts
+RAY_PORT, RPC_PORT = 6379, 13345
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to serve: `copies` engines (data parallel), each of `tensor` × `stages` ranks, on `cards` cards of `hosts` hosts.
+
+    budget: figures of the tightest rank, in GiB. requests and tokens: of all copies together.
+    """
+
+    card: Card | None
+    tensor: int
+    stages: int
+    copies: int
+    hosts: int
+    budget: Budget
+
+    @property
+    def cards(self) -> int:
+        return self.tensor * self.stages * self.copies
+
+    @property
+    def requests(self) -> float:
+        return self.copies * (self.budget.max_concurrency or 0.0)
+
+    @property
+    def tokens(self) -> int:
+        return self.copies * (self.budget.kv_cache_tokens or 0)
+
+    @property
+    def kind(self) -> str:
+        words = {"split": self.tensor > 1, "staged": self.stages > 1, "copied": self.copies > 1}
+        return " and ".join(word for word, yes in words.items() if yes) or "one card"
+
+    def row(self) -> dict[str, Any]:
+        """One line of a table: sizes, then GiB and tokens of a rank, then what all ranks hold together."""
+        b = self.budget
+        return {
+            "card": self.card.name if self.card else "", "cards": self.cards, "hosts": self.hosts, "how": self.kind,
+            "TP": self.tensor, "PP": self.stages, "DP": self.copies, "weights a rank, GiB": b.weights_gib,
+            "KV pool a rank, GiB": b.available_kv_gib, "KV tokens a copy": b.kv_cache_tokens,
+            "KV tokens in all": self.tokens, "requests at once": self.requests,
+        }  # fmt: skip
+
+    def commands(self, model: str) -> list[tuple[str, str]]:
+        """(host, command) to copy: one line on one host; on several, what each has to be given. MASTER: the first host."""
+        flags = {"--max-model-len": self.budget.max_model_len, "--max-num-seqs": self.budget.flags.max_num_seqs}
+        flags |= {"--gpu-memory-utilization": self.budget.flags.gpu_memory_utilization}
+        sizes = {"--tensor-parallel-size": self.tensor, "--pipeline-parallel-size": self.stages}
+        sizes |= {"--data-parallel-size": self.copies}
+        words = ["vllm", "serve", model]
+        words += [str(w) for flag, value in flags.items() if value for w in (flag, value)]
+        words += [str(w) for flag, size in sizes.items() if size > 1 for w in (flag, size)]
+        if self.hosts == 1:
+            return [("this host", shlex.join(words))]
+        if self.copies == 1:
+            ray = shlex.join([*words, "--distributed-executor-backend", "ray"])
+            return [
+                ("first host", f"ray start --head --port {RAY_PORT}"),
+                ("each other host", f"ray start --address {MASTER}:{RAY_PORT}"),
+                ("first host, then", ray),
+            ]
+        local = self.copies // self.hosts
+        words += ["--data-parallel-size-local", str(local), "--data-parallel-address", MASTER]
+        words += ["--data-parallel-rpc-port", str(RPC_PORT)]
+        others = [
+            (f"host {n + 1}", shlex.join([*words, "--headless", "--data-parallel-start-rank", str(n * local)]))
+            for n in range(1, self.hosts)
+        ]
+        return [("first host", shlex.join(words)), *others]
+
+
+def plans(
+    model: Any, *, cards: list, requests: float = 1.0, most: int = 8, per_host: int = 8, **settings: Any
+) -> list[Plan]:
+    """Every plan on up to `most` of one of `cards` that holds `requests` requests of full length at once, fewest cards first.
+
+    The smallest plan of each kind a card, with as many copies as the need takes. `per_host`: cards in one host; tensor parallelism
+    never leaves a host. `settings`: as for `memory.budget`. Raises BadInput for a need that is no number above zero,
+    and whatever `memory.budget` says when no split is possible at all.
+    """
+    if not requests > 0 or most < 1 or per_host < 1:
+        raise BadInput(f"requests {requests}, most {most}, per_host {per_host}: each has to be above zero")
+    found: list[Plan] = []
+    refused, possible = None, False
+    for name, tensor, stages in product(cards, SIZES, SIZES):
+        card = name if isinstance(name, Card) else find_card(name)
+        if tensor * stages > most or tensor > per_host:
+            continue
+        here = settings | {"gpu": card, "tensor_parallel_size": tensor, "pipeline_parallel_size": stages}
+        try:
+            one = budget(model, **here)
+            if not one.fits and one.flags.max_num_seqs is None and one.blocks:
+                one = budget(model, **here | {"max_num_seqs": min(one.blocks, one.max_num_seqs)})
+        except RecipeError as e:
+            refused = e
+            continue
+        possible = True
+        if not one.fits:
+            continue
+        copies = max(1, -int(-requests // one.max_concurrency))
+        total = tensor * stages * copies
+        hosts = -(-total // per_host)
+        if total <= most and total % hosts == 0 and (copies == 1 or copies % hosts == 0):
+            found.append(Plan(card, tensor, stages, copies, hosts, one))
+    if refused and not possible:
+        raise refused
+    best: dict[tuple, Plan] = {}
+    for plan in sorted(found, key=lambda p: (p.cards, p.hosts, p.stages, p.tensor)):
+        best.setdefault((plan.card.name, plan.kind), plan)
+    return list(best.values())
