@@ -203,6 +203,31 @@ def run(
     raise typer.Exit(0 if passed else 1)
 
 
+@app.command()
+def report(
+    folders: Annotated[list[str], typer.Argument(metavar="DIR...", help="run folders, or folders of run folders")],
+    out: Annotated[
+        str | None, typer.Option(help="where nights.html and nights.json go; runs/report when not given")
+    ] = None,
+    bound: Annotated[float, typer.Option(help="a change for the worse by more than this share is a regression")] = 0.10,
+    as_json: Json = False,
+) -> None:
+    """Runs side by side, night by night; exit 1 when the latest stands out for the worse."""
+    from pathlib import Path
+
+    from .nights import compare, write_nights
+    from .paths import runs_dir, writable
+
+    if not 0 <= bound < 10:
+        raise BadInput(f"--bound {bound}: expected a share such as 0.10")
+    found = compare([Path(f) for f in folders], bound)
+    page = write_nights(writable(Path(out) if out else runs_dir() / "report"), found)
+    lines = [f"note: {n}" for n in found["notes"]] + [f"changed: {c}" for c in found["changed"]]
+    lines += [f"regression: {r}" for r in found["regressions"]] or ["no regression"]
+    show(found, as_json, [*lines, f"{len(found['nights'])} nights; report: {page}"])
+    raise typer.Exit(1 if found["regressions"] else 0)
+
+
 def parameter(text: str) -> tuple[str, object]:
     """NAME=VALUE with the value read as JSON where it is JSON, else as text."""
     name, found, value = text.partition("=")
