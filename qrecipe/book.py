@@ -21,7 +21,7 @@ from . import serving
 from .chapter import Chapter, check_values, device_name, versions
 from .errors import BadInput, RecipeError
 from .judge import Verdict, judge, read_record
-from .paths import project_root, runs_dir, writable, write_whole
+from .paths import homeless, project_root, runs_dir, writable, write_whole
 from .processes import die_with_parent
 
 CELL_LIMIT = 1500  # seconds one cell may take: a first start on a GPU takes 460
@@ -174,7 +174,7 @@ def run_chapter(
     with open(told, "wb") as log:
         process = subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=log, stderr=None if sys.stderr.isatty() else log,
-            env=os.environ | (env or {}), start_new_session=True, preexec_fn=partial(die_with_parent, signal.SIGTERM),
+            env=os.environ | homeless() | (env or {}), start_new_session=True, preexec_fn=partial(die_with_parent, signal.SIGTERM),
         )  # fmt: skip
         try:
             code, late = process.wait(left), False

@@ -55,6 +55,14 @@ def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
         raise
 
 
+def homeless() -> dict[str, str]:
+    """For a process's environment where the home folder cannot be written: a home in the state folder; {} where it can."""
+    home = Path.home()
+    if home.is_dir() and os.access(home, os.W_OK):
+        return {}
+    return {"HOME": str(writable(state_dir() / "home", mode=0o700))}
+
+
 def _umask() -> int:
     current = os.umask(0)
     os.umask(current)

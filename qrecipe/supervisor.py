@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from .paths import write_whole
+from .paths import homeless, write_whole
 from .processes import TOKEN, Pid, die_with_parent, end_all, listens, server_processes
 
 ENDED = ("stopped", "failed", "died")
@@ -26,7 +26,7 @@ POLL = 0.25  # seconds between two looks
 QUIET = float(os.environ.get("QRECIPE_STALL", 120))  # seconds that a start may neither log nor compute
 HELD = float(os.environ.get("QRECIPE_STALL", 20))  # seconds that a process of the server may be held by a SIGSTOP
 TERM_WAIT = 8.0  # seconds that a ready server has to end by itself
-IDLE = 0.002  # processor seconds a second: less is a process that waits
+IDLE = 0.012  # processor seconds a second: less is a process that waits (a ready vLLM uses 0.009)
 OPEN = urllib.request.build_opener(urllib.request.ProxyHandler({})).open  # a proxy of the environment is not asked
 
 
@@ -42,7 +42,7 @@ class Supervisor:
         self.pipe, self.stopping, self.grace, self.written = None, False, 0.0, None
         self.last_owner = self.moved = time.monotonic()
         self.held_since: float | None = None
-        self.size, self.used, self.engine = 0, 0.0, []
+        self.size, self.used, self.engine = 0, 0.0, {}
 
     def save(self, **changes) -> None:
         """Write the state. Raises OSError when the disk is full: `watch` then tries again at its next look."""
@@ -54,7 +54,7 @@ class Supervisor:
     def start(self) -> None:
         self.start_guard()
         env = {k: v for k, v in os.environ.items() if k != "OPENBLAS_CORETYPE"} | self.state["recipe"]["env"]
-        env |= {TOKEN: self.token, "PYTHONUNBUFFERED": "1", "SPT_NOENV": "1"}  # process titles must not wipe the token
+        env |= homeless() | {TOKEN: self.token, "PYTHONUNBUFFERED": "1", "SPT_NOENV": "1"}  # process titles must not wipe the token
         env["PATH"] = str(Path(sys.executable).parent) + os.pathsep + env.get("PATH", "")
         with open(self.log, "ab", buffering=0) as log:
             self.server = subprocess.Popen(
@@ -82,8 +82,7 @@ class Supervisor:
             if self.state["status"] == "starting" and self.answers():
                 self.state |= {"status": "ready", "ready_seconds": round(time.monotonic() - began, 1)}
                 self.written = None
-                parts = (p for p in server_processes(self.token) if p.name().startswith("VLLM::"))
-                self.engine = [(p.name(), Pid.of(p.pid)) for p in parts]
+                self.stalled("died")  # so that the parts of its engine are known
             with suppress(OSError):  # a full disk, or a state file that somebody has damaged: written again
                 if self.written is None or self.file.stat().st_ino != self.written:
                     self.save()
@@ -103,7 +102,7 @@ class Supervisor:
             return "stopped", "a stop was asked for"
         if not self.wanted():
             return "stopped", "its last owner is gone"
-        for name, process in self.engine:
+        for process, name in self.engine.items():
             if not process.alive():
                 return "died", f"its process {name} ({process.pid}) is gone"
         if looks % 8 == 0:
@@ -111,8 +110,12 @@ class Supervisor:
         return None
 
     def stalled(self, status: str) -> tuple[str, str] | None:
-        """A verdict when a process is held by a signal, or when a start neither logs nor computes."""
+        """A verdict when a process is held by a signal, or when a start neither logs nor computes. Notes the engine's parts."""
         now, processes = time.monotonic(), server_processes(self.token)
+        for process in processes:
+            with suppress(psutil.Error):
+                if process.name().startswith("VLLM::"):
+                    self.engine[Pid.of(process.pid)] = process.name()
         held = [p for p in processes if Pid.of(p.pid).stopped()]
         self.held_since = (self.held_since or now) if held else None
         if held and now - self.held_since > HELD:
