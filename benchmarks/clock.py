@@ -21,30 +21,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
 from pathlib import Path
 
-from openai import OpenAI
+from openai import OpenAI, OpenAIError
 
 from qrecipe.errors import RecipeError
-from qrecipe.metrics import compare, difference, read_metrics, round_trip
+from qrecipe.metrics import hold
 from qrecipe.request import dissect
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
-
-def held(client: OpenAI, url: str, model: str, repeat: int, max_tokens: int) -> tuple[list[list], float]:
-    """`repeat` requests, each compared with the server, and the HTTP seconds; a first request warms up, uncounted."""
-    out, https = [], []
-    for n in range(repeat + 1):
-        messages = [{"role": "user", "content": f"Count upwards from {n}."}]
-        https.append(round_trip(client, messages))
-        before = read_metrics(url)
-        ours = dissect(client, model=model, messages=messages, max_tokens=max_tokens, extra_body={"ignore_eos": True})
-        out.append(compare(ours, difference(before, read_metrics(url, after=before)), https[-1]))
-    return out[1:], statistics.median(https[1:])
 
 
 def overhead(chunks: int = 4000, repeat: int = 7) -> dict[str, float]:
@@ -78,31 +67,33 @@ def overhead(chunks: int = 4000, repeat: int = 7) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--no-overhead", action="store_true")
     args = parser.parse_args()
     client = OpenAI(base_url=args.url, api_key="none")
     try:
-        served = client.models.list().data[0]
-        runs, http = held(client, args.url, served.id, args.repeat, args.max_tokens)
-    except RecipeError as error:
+        model = client.models.list().data[0].id
+        rows = hold(
+            client, args.url, args.repeat, model=model, max_tokens=args.max_tokens, extra_body={"ignore_eos": True},
+            messages=[{"role": "user", "content": "Count upwards from 1."}],
+        )  # fmt: skip
+    except (RecipeError, OpenAIError) as error:
         print(error)
-        return error.exit_code
-    print(f"{served.id} at {args.url}: median of {args.repeat} requests of {args.max_tokens} tokens; HTTP alone {http * 1000:.1f} ms\n")
+        return 2
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    print(f"{model} at {args.url}: medians of {args.repeat} requests of {args.max_tokens} tokens; load {load:.1f} on {cores} cores here\n")
     print(f"{'figure':20}{'ours':>12}{'server':>12}{'difference':>12}  unit    agrees")
-    result = {"http_ms": http * 1000}
-    for rows in zip(*runs, strict=True):
-        row = sorted(rows, key=lambda r: r.difference)[len(rows) // 2]
-        print(f"{row.name:20}{row.ours:12.3f}{row.servers:12.3f}{row.difference:12.3f}  {row.unit:8}{'yes' if row.agrees else 'NO'}")
-        result[row.name] = {"ours": row.ours, "server": row.servers, "unit": row.unit, "agrees": row.agrees,
-                            "spread": statistics.pstdev(r.difference for r in rows)}  # fmt: skip
+    for name, ours, servers, unit, apart, agrees in rows:
+        figures = "".join(f"{'-' if x is None else f'{x:.3f}':>12}" for x in (ours, servers, apart))
+        print(f"{name:20}{figures}  {unit:8}{ {True: 'yes', False: 'NO', None: '-'}[agrees] }")
+    result = {row.name: row._asdict() for row in rows}
+    good = all(row.agrees is not False for row in rows)
     if not args.no_overhead:
         result["overhead"] = cost = overhead()
         print(f"\nclient, us a chunk: bare loop {cost['bare_us']:.1f}, dissect {cost['loop_us']:.1f} while streaming "
               f"({cost['share_at_2000']:+.1%} of 2,000 tokens/s) and {cost['after_us']:.1f} afterwards")  # fmt: skip
-    good = all(row.get("agrees", True) for row in result.values() if isinstance(row, dict))
-    print(json.dumps({"benchmark": "clock", "url": args.url, "model": served.id, "agrees": good, **result}))
+    print(json.dumps({"benchmark": "clock", "url": args.url, "model": model, "load": load, "cores": cores, "agrees": good, **result}))
     return 0 if good else 1
 
 

@@ -72,10 +72,9 @@ def read_bench(path: str | Path) -> dict:
     path = Path(path)
     try:
         data = json.loads(path.read_text())
-    except OSError as problem:
-        raise BadInput(f"{path} cannot be read ({problem.strerror}): name a result of vllm bench serve --save-result") from None
-    except ValueError:
-        raise BadInput(f"{path} is not JSON: name a result of vllm bench serve --save-result") from None
+    except (OSError, ValueError) as problem:
+        what = f"cannot be read ({problem.strerror})" if isinstance(problem, OSError) else "is not JSON"
+        raise BadInput(f"{path} {what}: name a result of vllm bench serve --save-result") from None
     needed = {"max_concurrency", "completed", "request_throughput", "output_throughput", "duration"}
     if not isinstance(data, dict) or (missing := needed - data.keys()):
         raise BadInput(f"{path} is no result of vllm bench serve: {', '.join(sorted(missing)) if isinstance(data, dict) else 'an object'} missing")
@@ -125,15 +124,8 @@ def run_bench(
 
 def cache_config(base_url: str) -> dict[str, str]:
     """What a vLLM says on /metrics of its KV pool: num_gpu_blocks, block_size (tokens) and more; {} for another server."""
-    import httpx
-    from prometheus_client.parser import text_string_to_metric_families
-
-    try:
-        text = httpx.get(base_url.rstrip("/").removesuffix("/v1") + "/metrics", timeout=5).text
-        families = list(text_string_to_metric_families(text))
-    except (httpx.HTTPError, ValueError):
-        return {}
-    return next((dict(f.samples[0].labels) for f in families if f.name.startswith("vllm:cache_config") and f.samples), {})
+    found = _metrics(base_url)
+    return found.config if found else {}
 
 
 def comparable(one: Bench, other: Bench) -> list[str]:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .dissection import Dissection
 from .errors import RequestFailed
+from .request import dissect
 
 _MEANS = {
     "ttft": "time_to_first_token_seconds", "itl": "inter_token_latency_seconds", "e2e": "e2e_request_latency_seconds",
@@ -29,9 +30,10 @@ _COUNTS = {
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All samples but the buckets, summed over engines; names without `vllm:`."""
+    """All samples but the buckets, summed over engines; names without `vllm:`. `config`: what it says of its KV pool."""
 
     values: dict[str, float]
+    config: dict[str, str] = field(default_factory=dict)  # num_gpu_blocks, block_size (tokens) and more
 
     def __getitem__(self, name: str) -> float:
         return self.values.get(name, 0.0)
@@ -66,28 +68,29 @@ class ServerSide:
 
 
 class Comparison(NamedTuple):
-    """One figure from both sides; `agrees` within 5 % or 3 ms for times, exactly for tokens."""
+    """One figure from both sides; `agrees` within 5 % or 3 ms for times, exactly for tokens; None: not to be compared."""
 
     name: str
     ours: float
-    servers: float
+    servers: float | None
     unit: str
-    difference: float
-    agrees: bool
+    difference: float | None
+    agrees: bool | None
 
 
 def parse_metrics(text: str) -> Snapshot:
     """Read the Prometheus text format; other processes' samples (python_*, http_*) are left out."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    values: dict[str, float] = {}
+    found = Snapshot({})
     for family in text_string_to_metric_families(text):
-        if family.name.startswith("vllm:"):
-            for sample in family.samples:
-                if not sample.name.endswith(("_bucket", "_created", "_info")):
-                    name = sample.name.removeprefix("vllm:")
-                    values[name] = values.get(name, 0.0) + sample.value
-    return Snapshot(values)
+        for sample in family.samples if family.name.startswith("vllm:") else ():
+            name = sample.name.removeprefix("vllm:")
+            if name == "cache_config_info":
+                found.config.update(sample.labels)
+            elif not name.endswith(("_bucket", "_created", "_info")):
+                found.values[name] = found[name] + sample.value
+    return found
 
 
 def read_metrics(base_url: str, *, after: Snapshot | None = None, requests: int = 1, timeout: float = 5.0) -> Snapshot:
@@ -154,25 +157,55 @@ def round_trip(client: Any, messages: list[dict], repeat: int = 7) -> float:
 def compare(ours: Dissection, server: ServerSide, http: float = 0.0) -> list[Comparison]:
     """Our clock beside the server's for one request on an otherwise idle server.
 
-    `http` seconds (from `round_trip`) are taken off our TTFT and E2E first, as the server cannot see them. Tokens are
-    held against each other one by one; ITL per engine step where a step made several tokens.
+    `http` seconds (from `round_trip`) have a row of their own and are taken off our TTFT and E2E, as the server cannot
+    see them. Tokens are held against each other one by one; ITL per engine step where a step made several tokens.
     Raises RequestFailed when the server counted other requests as well.
     """
     if server.requests != 1:
         raise RequestFailed(f"the server finished {server.requests} requests in between, not 1: hold the clock against an idle server.")
     gaps = ours.itl if server.steps == len(ours.itl) else ours.steps
-    less = " - HTTP" if http else ""
-    pairs = [
-        ("TTFT" + less, ours.ttft and ours.ttft - http, server.ttft),
-        ("ITL, mean", sum(gaps) / len(gaps) if gaps else None, server.itl),
-        ("E2E" + less, ours.e2e and ours.e2e - http, server.e2e),
-    ]
-    out = []
-    for name, a, b in pairs:
+    less, out = " - HTTP" if http else "", []
+    if http and ours.ttft and server.ttft:
+        out += [_held("TTFT as measured", ours.ttft, server.ttft, shown=True), Comparison("HTTP alone", 1000 * http, None, "ms", None, None)]
+    for name, a, b in (("TTFT" + less, ours.ttft and ours.ttft - http, server.ttft),
+                       ("ITL, mean", sum(gaps) / len(gaps) if gaps else None, server.itl),
+                       ("E2E" + less, ours.e2e and ours.e2e - http, server.e2e)):  # fmt: skip
         if a is not None and b is not None:
-            out.append(Comparison(name, a * 1000, b * 1000, "ms", (a - b) * 1000, abs(a - b) <= max(0.003, 0.05 * b)))
-    for name, a, b in (("prompt tokens", ours.prompt_tokens, server.prompt_tokens),
-                       ("completion tokens", ours.completion_tokens, server.generation_tokens)):  # fmt: skip
-        if a is not None:
-            out.append(Comparison(name, a, b, "tokens", a - b, a == b))
-    return out
+            out.append(_held(name, a, b))
+    if ours.prompt_tokens is not None:
+        out.append(Comparison("prompt tokens", ours.prompt_tokens, server.prompt_tokens, "tokens", *_exact(ours.prompt_tokens, server.prompt_tokens)))
+    both = ours.completion_tokens, server.generation_tokens
+    return [*out, Comparison("completion tokens", *both, "tokens", *_exact(*both))]
+
+
+def _held(name: str, ours: float, servers: float, difference: float | None = None, shown: bool = False) -> Comparison:
+    """Seconds as a row in ms; `shown` rows carry no verdict."""
+    apart = ours - servers if difference is None else difference
+    return Comparison(name, 1000 * ours, 1000 * servers, "ms", 1000 * apart, None if shown else abs(apart) <= max(0.003, 0.05 * servers))
+
+
+def _exact(ours: int, servers: int) -> tuple[int, bool]:
+    return ours - servers, ours == servers
+
+
+def hold(client: Any, base_url: str, repeat: int = 5, **request: Any) -> list[Comparison]:
+    """`compare` over `repeat` requests, after one that warms up: medians of both sides and of the paired differences.
+
+    `request` is what `dissect` takes; its messages are also those of `round_trip`. Tokens agree when they do each time.
+    """
+    runs = []
+    for _ in range(repeat + 1):
+        http, before = round_trip(client, request["messages"]), read_metrics(base_url)
+        ours = dissect(client, **request)
+        runs.append(compare(ours, difference(before, read_metrics(base_url, after=before)), http))
+    return [_middle(rows) for rows in zip(*runs[1:], strict=True)]
+
+
+def _middle(rows: tuple[Comparison, ...]) -> Comparison:
+    first, middle = rows[0], statistics.median
+    if first.servers is None:
+        return first._replace(ours=middle(r.ours for r in rows))
+    if first.unit == "tokens":
+        return next((r for r in rows if not r.agrees), first)
+    ours, servers, apart = (middle(getattr(r, name) for r in rows) / 1000 for name in ("ours", "servers", "difference"))
+    return _held(first.name, ours, servers, apart, shown=first.agrees is None)

@@ -49,12 +49,12 @@ def error(status: int, message: str, **headers: str) -> Reply:
 
 def recorded(name: str, speed: float = 1.0) -> Reply:
     """A stream of tests/data/streams: first line what was asked and of whom, then [seconds, bytes as text] a line."""
-    _, *lines = (STREAMS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    head, *lines = (STREAMS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     pieces, before = [], 0.0
     for t, text in map(json.loads, lines):
         pieces.append(((t - before) / speed, text.encode("utf-8", "surrogateescape")))
         before = t
-    return Reply(pieces)
+    return Reply(pieces, kill=json.loads(head).get("killed") == "server")
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import psutil
 import pytest
 from conftest import ROOT, wait_until
 from nbformat.v4 import new_code_cell
+from replay import replay
 
 from qrecipe import batch, bench, layers
 from qrecipe.batch import Offline, extra_arguments, no_room, place
@@ -53,21 +54,24 @@ def test_where_an_llm_can_run(monkeypatch, engine, parameters, memory, why):
     assert found.engine == ("gpu" if memory else "cpu")
 
 
-def test_beside_a_server_on_the_gpu_chapter_07_is_skipped_and_says_why(tmp_path):
+@pytest.mark.parametrize("attached", [False, True], ids=["its own server", "an attached server"])
+def test_beside_a_server_on_the_gpu_chapter_07_is_skipped_and_says_why(tmp_path, attached):
     nb = nbformat.read(ROOT / "notebooks" / "07_offline_inference.ipynb", 4)
     stub = (
-        "import qrecipe.batch, qrecipe.layers, qrecipe.chapter\n"
+        "import qrecipe.batch, qrecipe.layers\n"
         "qrecipe.batch.gpu_memory = lambda **_: (24.0, 1.5)\n"
-        "qrecipe.layers.choose_engine = qrecipe.chapter._choose_engine = lambda *_: ('gpu', 'stub')"
+        "qrecipe.layers.choose_engine = lambda *_: ('gpu', 'stub')"
     )
     nb.cells.insert(1, new_code_cell(stub))
     nbformat.write(nb, tmp_path / "07_offline_inference.ipynb")
     out = tmp_path / "out"
     out.mkdir()
-    verdict = run_chapter(tmp_path / "07_offline_inference.ipynb", {}, out, 60, 120, None)
+    with replay(models=("qwen3.5-4b",)) as (url, asked):
+        parameters = {"base_url": url} if attached else {}
+        verdict = run_chapter(tmp_path / "07_offline_inference.ipynb", parameters, out, 60, 120, None)
     assert (verdict.status, verdict.measured) == ("skipped", {})
     assert "1.5 GiB are free" in verdict.reason and "qrecipe stop" in verdict.reason
-    assert not list(out.glob("*.py"))
+    assert not list(out.glob("*.py")) and asked == []
 
 
 def test_serve_words_become_arguments():

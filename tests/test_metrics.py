@@ -7,6 +7,7 @@ from openai import OpenAI
 from replay import Reply, error, replay
 from test_request import ASK, CHAT
 
+from qrecipe import metrics
 from qrecipe.dissection import Chunk, Dissection
 from qrecipe.errors import RequestFailed
 from qrecipe.metrics import Snapshot, compare, difference, parse_metrics, read_metrics, round_trip
@@ -72,6 +73,31 @@ def test_http_is_taken_off_what_the_server_cannot_see():
     rows = {r.name: r for r in compare(ours(ttft=0.11), difference(Snapshot({}), after()), http=0.009)}
     assert rows["TTFT - HTTP"].agrees and rows["TTFT - HTTP"].ours == pytest.approx(101)
     assert rows["ITL, mean"].ours == pytest.approx(20.1)
+    assert (rows["HTTP alone"].ours, rows["HTTP alone"].agrees) == (pytest.approx(9), None)
+    assert rows["TTFT as measured"].difference == pytest.approx(10) and rows["TTFT as measured"].agrees is None
+
+
+def held(monkeypatch, *runs):
+    """`hold` where each request gives one of `runs`: (our TTFT, the server's, tokens that the server counted)."""
+    left = [runs[0], *runs]  # the first warms up
+    server = [difference(Snapshot({}), after(time_to_first_token_seconds_sum=b, generation_tokens_total=n)) for _, b, n in left]
+    monkeypatch.setattr(metrics, "round_trip", lambda *_: 0.002)
+    monkeypatch.setattr(metrics, "read_metrics", lambda *_, **__: None)
+    monkeypatch.setattr(metrics, "difference", lambda *_: server.pop(0))
+    monkeypatch.setattr(metrics, "dissect", lambda *_, **__: ours(ttft=left.pop(0)[0]))
+    return {r.name: r for r in metrics.hold(None, "", repeat=len(runs), messages=[])}
+
+
+def test_the_median_request_is_held_so_that_one_hiccup_does_not_decide(monkeypatch):
+    rows = held(monkeypatch, (0.104, 0.1, 4), (0.204, 0.2, 4), (0.305, 0.1, 4))
+    assert rows["TTFT - HTTP"].difference == pytest.approx(2) and rows["TTFT - HTTP"].agrees
+    assert rows["TTFT - HTTP"].servers == pytest.approx(100) and rows["HTTP alone"].ours == pytest.approx(2)
+    assert not held(monkeypatch, (0.104, 0.1, 4), (0.24, 0.2, 4), (0.305, 0.1, 4))["TTFT - HTTP"].agrees
+
+
+def test_tokens_must_agree_each_time(monkeypatch):
+    rows = held(monkeypatch, (0.1, 0.1, 4), (0.1, 0.1, 5), (0.1, 0.1, 4))
+    assert not rows["completion tokens"].agrees and rows["prompt tokens"].agrees
 
 
 def test_round_trip_is_the_time_of_a_refusal():
