@@ -5,7 +5,6 @@ that carries the child's token when its pipe closes or when the notebook's own p
 good order.
 """
 
-import ctypes
 import os
 import select
 import signal
@@ -14,12 +13,14 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 from .errors import ServerFailed
-from .processes import TOKEN, Pid, end_all, server_processes
+from .paths import homeless
+from .processes import TOKEN, Pid, die_with_parent, end_all, server_processes
 
 
 class Child:
@@ -28,13 +29,13 @@ class Child:
     def __init__(self, argv: Sequence[str], log: Path, env: dict | None = None):
         self.argv, self.log, self.token, self._rest = list(argv), Path(log), uuid.uuid4().hex, b""
         environment = {k: v for k, v in os.environ.items() if k != "OPENBLAS_CORETYPE"} | (env or {})
-        environment |= {TOKEN: self.token, "PYTHONUNBUFFERED": "1", "SPT_NOENV": "1"}  # process titles must not wipe the token
+        environment |= homeless() | {TOKEN: self.token, "PYTHONUNBUFFERED": "1", "SPT_NOENV": "1"}  # process titles must not wipe the token
         environment["PATH"] = str(Path(sys.executable).parent) + os.pathsep + environment.get("PATH", "")
         self._start_guard()
         with open(self.log, "ab") as out:
             self.process = subprocess.Popen(
                 self.argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out, env=environment,
-                start_new_session=True, preexec_fn=_die_with_parent,
+                start_new_session=True, preexec_fn=die_with_parent,
             )  # fmt: skip
 
     def _start_guard(self) -> None:
@@ -86,53 +87,37 @@ class Child:
         """Memory that these processes hold, shared pages counted once (PSS), in GiB."""
         total = 0
         for p in self.processes():
-            try:
+            with suppress(psutil.Error):
                 total += p.memory_full_info().pss
-            except psutil.Error:
-                continue
         return total / 2**30
 
     def why(self) -> str:
         """Why it ended: the cause that its log names, with the mend, else the log's last line."""
         from .startup_log import read_log
 
-        code = self.process.poll()
-        try:
-            failure = read_log(self.log).failure
-        except Exception:  # an empty log adds nothing
-            failure = None
-        if failure:
-            return f"{failure['text']} - {failure['cause']}. Mend: {failure['mend']}. Log: {self.log}"
+        with suppress(Exception):  # an empty log adds nothing
+            if failure := read_log(self.log).failure:
+                return f"{failure['text']} - {failure['cause']}. Mend: {failure['mend']}. Log: {self.log}"
         lines = self.log.read_text(errors="replace").strip().splitlines() if self.log.is_file() else []
-        return f"the process ended (exit code {code}): {lines[-1] if lines else 'it said nothing'}. Log: {self.log}"
+        return f"the process ended (exit code {self.process.poll()}): {lines[-1] if lines else 'it said nothing'}. Log: {self.log}"
 
     def end(self, patience: float = 0.0) -> list[int]:
         """End the child and its offspring: its stdin is closed, and what is left after `patience` seconds is killed.
         Returns the ids that outlived that (none, as a rule)."""
-        try:
+        with suppress(BrokenPipeError):
             self.process.stdin.close()
-        except BrokenPipeError:
-            pass
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self.process.wait(patience)
-        except subprocess.TimeoutExpired:
-            pass
         left = end_all(self.token)
         self.process.wait(10)
         self.process.stdout.close()
         if self._pipe is not None:
-            try:
+            with suppress(BrokenPipeError):
                 os.write(self._pipe, b"done")
-            except BrokenPipeError:
-                pass
             os.close(self._pipe)
             self._pipe = None
             self._guard.wait(10)
         return left
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def guard(token: str, owners: list[Pid]) -> None:
