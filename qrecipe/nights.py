@@ -213,22 +213,17 @@ def write_nights(out: Path, found: dict) -> Path:
     shown = found["nights"][-8:]
     head = "".join(
         f"<th>{html.escape(t)}</th>"
-        for t in ("figure", "over the nights", "before: median ± spread", "last", "change", "")
+        for t in ("figure", "", "over the nights", "before: median ± spread", "last", "change")
     )
     head += "".join(f"<th>{html.escape(n['date'][:16].replace('T', ' '))}</th>" for n in shown[:-1])
     body = ""
     for row in sorted(found["rows"], key=lambda r: ("regression", "changed", "better", "").index(r["mark"])):
-        before = f"{row['median']:,.4g} ± {row['spread']:,.2g}" if row["median"] is not None else "-"
+        before = f"{_cell(row['median'])} ± {_cell(row['spread'], 2)}" if row["median"] is not None else "-"
         word = {"regression": "failed", "better": "passed", "changed": "skipped"}.get(row["mark"], "")
         cells = [before, _cell(row["values"][-1]), f"{row['change']:+.1%}" if row["change"] is not None else "-"]
-        body += f"<tr><td>{html.escape(row['figure'])}</td><td>{plot(row)}</td>" + "".join(
-            f"<td>{c}</td>" for c in cells
-        )
-        body += (
-            f'<td class="{word}">{row["mark"]}</td>'
-            + "".join(f"<td>{_cell(v)}</td>" for v in row["values"][-8:-1])
-            + "</tr>"
-        )
+        cells = [plot(row), *cells, *map(_cell, row["values"][-8:-1])]
+        body += f'<tr><td>{html.escape(row["figure"])}</td><td class="{word}">{row["mark"]}</td>'
+        body += "".join(f"<td>{c}</td>" for c in cells) + "</tr>"
     setting = ", ".join(f"{k} {v}" for k, v in found["nights"][-1]["setting"].items())
     parts = [f"<h1>qrecipe: {len(found['nights'])} nights side by side</h1><p>{html.escape(setting)}</p>"]
     for title, lines in (
@@ -244,11 +239,17 @@ def write_nights(out: Path, found: dict) -> Path:
     parts.append(
         f"<h2>Figures</h2><p>A mark: the last night stands out of the spread of the nights before. A regression: to the worse side by more than {found['bound']:.0%}.</p>"
     )
-    parts.append(f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>')
+    parts.append(f'<div class="wide nights"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>')
     write_whole(out / "nights.json", json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     write_whole(out / "nights.html", page("qrecipe nights", "".join(parts)))
     return out / "nights.html"
 
 
-def _cell(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.5g}" if isinstance(value, float) else f"{value:,}"
+def _cell(value: float | None, digits: int = 4) -> str:
+    return (
+        "-"
+        if value is None
+        else f"{value:,.0f}"
+        if abs(value) >= 10**digits or value == int(value)
+        else f"{value:,.{digits}g}"
+    )

@@ -20,6 +20,7 @@ th,td{text-align:left;padding:.25rem .6rem;border-bottom:1px solid #ddd;vertical
 pre{background:#f5f5f5;padding:.5rem .7rem;overflow-x:auto;font-size:.85rem;line-height:1.4;margin:.4rem 0;white-space:pre-wrap;overflow-wrap:anywhere}
 section.chapter{border-top:3px solid #0072b2;margin-top:2.4rem;padding-top:.4rem}img,svg{max-width:100%;height:auto}
 div.input_prompt,div.output_prompt,div.prompt,.jp-InputPrompt,.jp-OutputPrompt,a.anchor-link{display:none}.jp-Cell{margin:.5rem 0}.jp-OutputArea-output pre{background:#fff;border-left:3px solid #56b4e9}
+.nights td,.nights th{white-space:nowrap;text-align:right}.nights td:first-child,.nights th:first-child{text-align:left;white-space:normal;min-width:15rem}.nights svg{max-width:none}
 nav a{margin-right:1rem;white-space:nowrap}
 """
 

@@ -42,7 +42,7 @@ class Supervisor:
         self.pipe, self.stopping, self.grace, self.written = None, False, 0.0, None
         self.last_owner = self.moved = time.monotonic()
         self.held_since: float | None = None
-        self.size, self.used, self.engine = 0, 0.0, {}
+        self.size, self.used, self.engine, self.seen = 0, 0.0, {}, {}
 
     def save(self, **changes) -> None:
         """Write the state. Raises OSError when the disk is full: `watch` then tries again at its next look."""
@@ -105,17 +105,20 @@ class Supervisor:
         for process, name in self.engine.items():
             if not process.alive():
                 return "died", f"its process {name} ({process.pid}) is gone"
-        if looks % 8 == 0:
+        if looks % (2 if starting else 8) == 0:
             return self.stalled("failed" if starting else "died")
         return None
 
     def stalled(self, status: str) -> tuple[str, str] | None:
         """A verdict when a process is held by a signal, or when a start neither logs nor computes. Notes the engine's parts."""
         now, processes = time.monotonic(), server_processes(self.token)
+        before, self.seen = self.seen, {}
         for process in processes:
             with suppress(psutil.Error):
                 if process.name().startswith("VLLM::"):
-                    self.engine[Pid.of(process.pid)] = process.name()
+                    self.seen[Pid.of(process.pid)] = process.name()
+        # Seen twice: a compiler that the engine has just forked bears the engine's name until it becomes itself.
+        self.engine |= {process: name for process, name in self.seen.items() if process in before}
         held = [p for p in processes if Pid.of(p.pid).stopped()]
         self.held_since = (self.held_since or now) if held else None
         if held and now - self.held_since > HELD:
