@@ -39,7 +39,9 @@ class Table:
             return f"<p><em>{_escape(self.caption or 'nothing to show')}</em></p>"
         head = "".join(f'<th style="text-align:{self._side(i)}">{_escape(c)}</th>' for i, c in enumerate(self.columns))
         body = "".join(
-            "<tr>" + "".join(f'<td style="{self._look(i)}">{_escape(number(v))}</td>' for i, v in enumerate(row)) + "</tr>"
+            "<tr>"
+            + "".join(f'<td style="{self._look(i)}">{_escape(number(v))}</td>' for i, v in enumerate(row))
+            + "</tr>"
             for row in self.rows
         )
         head = f"<thead><tr>{head}</tr></thead>" if any(self.columns) else ""
@@ -48,7 +50,11 @@ class Table:
 
     def _side(self, column: int) -> str:
         values = [r[column] for r in self.rows if r[column] is not None]
-        return "right" if values and all(isinstance(v, int | float) and not isinstance(v, bool) for v in values) else "left"
+        return (
+            "right"
+            if values and all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+            else "left"
+        )
 
     def _look(self, column: int) -> str:
         side = self._side(column)
@@ -63,7 +69,9 @@ class Table:
         widths = [max(len(row[i]) for row in grid) for i in range(len(self.columns))]
         sides = [self._side(i) for i in range(len(self.columns))]
         lines = [
-            "  ".join(c.rjust(w) if s == "right" else c.ljust(w) for c, w, s in zip(row, widths, sides, strict=True)).rstrip()
+            "  ".join(
+                c.rjust(w) if s == "right" else c.ljust(w) for c, w, s in zip(row, widths, sides, strict=True)
+            ).rstrip()
             for row in grid
         ]
         return "\n".join([self.caption, *lines] if self.caption else lines)
@@ -165,6 +173,21 @@ def _legend(figure: "Figure", handles: Sequence[Any], columns: int) -> None:
     )  # fmt: skip
 
 
+def _measured(figure: "Figure") -> "Figure":
+    """Say under the figure, and in its alternative text, on what and when its numbers were measured."""
+    from datetime import date
+
+    from . import chapter as running
+
+    if chapter := running._current:
+        device = chapter.device if chapter.engine != "attached" else "a server elsewhere"
+        text = f"{device} · vLLM {chapter.versions.get('vllm', '?')} · {date.today()}"
+        middle = figure.axes[len(figure.axes) // 2]
+        middle.set_xlabel(f"{middle.get_xlabel()}\n{text}")
+        figure.alt += f" ({text})"
+    return figure
+
+
 def _patch(index: int | None, label: str) -> Any:
     from matplotlib.patches import Patch
 
@@ -239,8 +262,13 @@ def memory_bar(
     return figure
 
 
-def stages_bar(stages: Sequence | Mapping[str, Sequence], title: str = "Where the seconds of a start go") -> "Figure":
-    """A start's stages (name, seconds since the start | None) as one bar; several starts from a mapping name -> stages."""
+def stages_bar(
+    stages: Sequence | Mapping[str, Sequence], title: str = "Where the seconds of a start go", measured: bool = False
+) -> "Figure":
+    """A start's stages (name, seconds since the start | None) as one bar; several starts from a mapping name -> stages.
+
+    `measured`: on this device, which is then named.
+    """
     starts = dict(stages) if isinstance(stages, Mapping) else {"": stages}
     names = list(dict.fromkeys(name for start in starts.values() for name, _ in start if name != "ready"))
     figure = _figure(1.7 + 0.6 * len(starts), title)
@@ -265,7 +293,7 @@ def stages_bar(stages: Sequence | Mapping[str, Sequence], title: str = "Where th
     ax.tick_params(axis="y", length=0)
     labels = [f"{n}  {' / '.join(spent[n])} s" if spent[n] else n for n in names]
     _legend(figure, [_patch(i, x) for i, x in enumerate(labels)], 4)
-    return figure
+    return _measured(figure) if measured else figure
 
 
 def line_plot(
@@ -278,10 +306,12 @@ def line_plot(
     log: bool | str = False,
     limits: Mapping[str, float] | None = None,
     markers: bool = True,
+    measured: bool = False,
 ) -> "Figure":
     """Lines over x, told apart by colour, dash and marker. `log`: True for both axes, or "x" or "y".
 
     `limits` draws horizontal lines (name -> y); a line whose name holds "limit" is drawn as one too. None leaves a gap.
+    `measured`: on this device, which is then named.
     """
     figure = _figure(3.7, f"{title}: {', '.join(lines)} over {xlabel}")
     ax = _axes(figure, title, xlabel, ylabel)
@@ -306,13 +336,31 @@ def line_plot(
         )  # fmt: skip
     for name, y in (limits or {}).items():
         ax.axhline(y, color="#6b675c", linewidth=1.2, linestyle=(0, (4, 2)))
-        ax.annotate(name, (0, y), xycoords=("axes fraction", "data"), xytext=(4, 3), textcoords="offset points", fontsize=8.5, color=INK)
+        ax.annotate(
+            name,
+            (0, y),
+            xycoords=("axes fraction", "data"),
+            xytext=(4, 3),
+            textcoords="offset points",
+            fontsize=8.5,
+            color=INK,
+        )
+    if log in (False, "x"):
+        ax.set_ylim(bottom=min(0, ax.get_ylim()[0]) if min(ax.dataLim.y0, 0) < 0 else 0)
     if len(lines) > 1:
         _legend(figure, ax.get_legend_handles_labels()[0], 3)
-    return figure
+    return _measured(figure) if measured else figure
 
 
-_ELSEWHERE = {"timeline": "show_request", "patch_grid": "show_request", "one_line": "show_request", "memory_svg": "show_live", "dashboard": "show_live", "distributions": "show_batch", "sweep": "show_batch"}
+_ELSEWHERE = {
+    "timeline": "show_request",
+    "patch_grid": "show_request",
+    "one_line": "show_request",
+    "memory_svg": "show_live",
+    "dashboard": "show_live",
+    "distributions": "show_batch",
+    "sweep": "show_batch",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from .show import CARD, COLORS, DASHES, GRID, INK, MARKERS, _figure, _legend, _patch, _style
+from .show import CARD, COLORS, DASHES, GRID, INK, MARKERS, _figure, _legend, _measured, _patch, _style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -17,7 +17,9 @@ def _panels(title: str, rows: int, columns: int, size: tuple[float, float], **sh
     return figure, list(figure.subplots(rows, columns, squeeze=False, **shared).flat)
 
 
-def distributions(tokens: Sequence[str], panels: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, title: str) -> "Figure":
+def distributions(
+    tokens: Sequence[str], panels: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, title: str
+) -> "Figure":
     """Small bar charts of the same tokens, three a row: name -> (probabilities before, after). Before is an outline."""
     from matplotlib.lines import Line2D
 
@@ -33,7 +35,9 @@ def distributions(tokens: Sequence[str], panels: Mapping[str, tuple[Sequence[flo
         ax.set_yticks(places, [repr(t) for t in tokens], fontsize=8.5)
         ax.set_ylim(len(tokens) - 0.4, -0.6)
         ax.grid(True, axis="x", color=GRID, linewidth=0.7)
-        said.append(f"{name}: {max(after):.0%} for the likeliest, {sum(p > 0 for p in after)} of {len(tokens)} possible")
+        said.append(
+            f"{name}: {max(after):.0%} for the likeliest, {sum(p > 0 for p in after)} of {len(tokens)} possible"
+        )
     for ax in axes[len(panels) :]:
         ax.set_visible(False)
     dashed = Line2D([], [], color=INK, linewidth=1.1, linestyle=(0, (2, 1.5)), label="without it")
@@ -56,7 +60,13 @@ def sweep(
         first = len(handles.keys() - lines.keys() - {"limit"})
         for i, (label, values) in enumerate(lines.items(), first):
             clean = [math.nan if v is None else float(v) for v in values]
-            look = {"color": COLORS[i % 8], "linestyle": DASHES[i % 4], "marker": MARKERS[i % 6], "markersize": 5, "linewidth": 2}
+            look = {
+                "color": COLORS[i % 8],
+                "linestyle": DASHES[i % 4],
+                "marker": MARKERS[i % 6],
+                "markersize": 5,
+                "linewidth": 2,
+            }
             handles.setdefault(label, ax.plot(concurrency, clean, label=label, **look)[0])
         ax.set_xscale("log", base=2)
         ax.set_xticks(concurrency, [str(c) for c in concurrency])
@@ -64,9 +74,20 @@ def sweep(
         ax.set_ylim(0, None)
         ax.grid(True, color=GRID, linewidth=0.7)
         if limit is not None and limit <= max(concurrency):
-            handles["limit"] = ax.axvline(limit, color="#6b675c", linewidth=1.4, linestyle=(0, (4, 2)), label=f"{limit_name}: {limit:g} at once")
+            handles["limit"] = ax.axvline(
+                limit, color="#6b675c", linewidth=1.4, linestyle=(0, (4, 2)), label=f"{limit_name}: {limit:g} at once"
+            )
         if targets and name in targets:
             ax.axhline(targets[name], color=COLORS[5], linewidth=1.2, linestyle=":")
-            ax.annotate("target", (1, targets[name]), xycoords=("axes fraction", "data"), xytext=(-4, 3), textcoords="offset points", ha="right", fontsize=8.5, color=INK)
+            ax.annotate(
+                "target",
+                (1, targets[name]),
+                xycoords=("axes fraction", "data"),
+                xytext=(-4, 3),
+                textcoords="offset points",
+                ha="right",
+                fontsize=8.5,
+                color=INK,
+            )
     _legend(figure, list(handles.values()), 4)
-    return figure
+    return _measured(figure)

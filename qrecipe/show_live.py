@@ -9,11 +9,25 @@ from typing import Any
 
 from .show import CARD, COLORS, INK, _look_of, part_name
 
-HATCH = {0: "", 1: "M0 8L8 0", 2: "M4 4h.1", 3: "M0 0L8 8M0 8L8 0", 4: "M0 0L8 8", 5: "M4 0V8M0 4H8", 6: "M4 3a1 1 0 1 0 .1 0", 7: "M0 4H8"}
+HATCH = {
+    0: "",
+    1: "M0 8L8 0",
+    2: "M4 4h.1",
+    3: "M0 0L8 8M0 8L8 0",
+    4: "M0 0L8 8",
+    5: "M4 0V8M0 4H8",
+    6: "M4 3a1 1 0 1 0 .1 0",
+    7: "M0 4H8",
+}
 
 
 def memory_svg(
-    parts: Sequence[Sequence[Any]], total_gib: float, title: str, *, limit_gib: float | None = None, notes: Sequence[str] = ()
+    parts: Sequence[Sequence[Any]],
+    total_gib: float,
+    title: str,
+    *,
+    limit_gib: float | None = None,
+    notes: Sequence[str] = (),
 ) -> str:
     """One card's memory as an SVG of 790 × about 170 px: parts (label, GiB, …), the planning limit, lines of notes below."""
     width, left, bar, y = 790, 12, 766, 52
@@ -24,11 +38,18 @@ def memory_svg(
         look = _look_of(label, position)
         fill = "#ffffff" if look is None else COLORS[look % 8]
         size = max(0.0, gib) * scale
-        for box, at, top, across, down in (("bar", x, y, size, 46), ("key", left + position % 3 * 250, 132 + position // 3 * 22, 28, 14)):
+        for box, at, top, across, down in (
+            ("bar", x, y, size, 46),
+            ("key", left + position % 3 * 250, 132 + position // 3 * 22, 28, 14),
+        ):
             target = shapes if box == "bar" else legend
-            target.append(f'<rect x="{at:.1f}" y="{top}" width="{across:.1f}" height="{down}" fill="{fill}" stroke="#8a877c" stroke-width=".6"/>')
+            target.append(
+                f'<rect x="{at:.1f}" y="{top}" width="{across:.1f}" height="{down}" fill="{fill}" stroke="#8a877c" stroke-width=".6"/>'
+            )
             if look is not None and HATCH[look % 8]:
-                target.append(f'<rect x="{at:.1f}" y="{top}" width="{across:.1f}" height="{down}" fill="url(#h{look % 8})"/>')
+                target.append(
+                    f'<rect x="{at:.1f}" y="{top}" width="{across:.1f}" height="{down}" fill="url(#h{look % 8})"/>'
+                )
         legend.append(_text(left + position % 3 * 250 + 36, 144 + position // 3 * 22, part_name(label, gib)))
         x += size
     if limit_gib:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .show import CARD, COLORS, INK, _axes, _figure, _legend, _patch
+from .show import CARD, COLORS, INK, _axes, _figure, _legend, _measured, _patch
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -11,7 +11,11 @@ if TYPE_CHECKING:
     from .dissection import Dissection
     from .vision import ImageTokens
 
-KINDS = {"reasoning": (1, 0.17, "reasoning token"), "content": (0, 0.33, "answer token"), "tool": (3, 0.25, "tool call")}
+KINDS = {
+    "reasoning": (1, 0.17, "reasoning token"),
+    "content": (0, 0.33, "answer token"),
+    "tool": (3, 0.25, "tool call"),
+}
 
 
 def one_line(text: str | None, width: int = 400) -> str:
@@ -29,7 +33,7 @@ def timeline(dissection: "Dissection | Sequence[Dissection]", names: Sequence[st
 
     rows = list(dissection) if isinstance(dissection, Sequence) else [dissection]
     names = list(names or [""] * len(rows))
-    title = _title(rows)
+    title = _title(rows, names)
     figure = _figure(1.7 + 0.75 * len(rows), title)
     ax = _axes(figure, title, "ms since the call")
     seen, end = [], 1e-3
@@ -59,15 +63,21 @@ def timeline(dissection: "Dissection | Sequence[Dissection]", names: Sequence[st
         if k in seen
     ]  # fmt: skip
     _legend(figure, [_patch(7, "up to the first token: wait and prefill"), *ticks], 3)
-    figure.alt = title + ". " + "; ".join(
-        f"{name or 'request'}: TTFT {1000 * (d.ttft or 0):.0f} ms, E2E {1000 * (d.e2e or 0):.0f} ms, {d.completion_tokens} tokens"
-        for name, d in zip(names, rows, strict=False)
+    figure.alt = (
+        title
+        + ". "
+        + "; ".join(
+            f"{name or 'request'}: TTFT {1000 * (d.ttft or 0):.0f} ms, E2E {1000 * (d.e2e or 0):.0f} ms, {d.completion_tokens} tokens"
+            for name, d in zip(names, rows, strict=False)
+        )
     )
-    return figure
+    return _measured(figure)
 
 
-def _title(rows: Sequence[Any]) -> str:
+def _title(rows: Sequence[Any], names: Sequence[str]) -> str:
     d = rows[0]
+    if len(rows) == 2 and d.e2e and rows[1].e2e:
+        return f"{names[1] or 'The second'}: {rows[1].e2e / d.e2e:.1f} times the time of {names[0] or 'the first'}"
     if len(rows) > 1:
         return "The same clock for each: wait for the first token, then a tick a chunk"
     if d.ttft is None or not d.e2e:
@@ -97,5 +107,9 @@ def patch_grid(image: Any, tokens: "ImageTokens") -> "Figure":
         ax.hlines(range(0, t.resized_h + 1, step), 0, t.resized_w, color=color, linewidth=width)
     ax.set_xlim(0, t.resized_w)
     ax.set_ylim(t.resized_h, 0)
-    ax.set_xlabel(f"pixels; thin lines: patches of {t.patch} × {t.patch}, dark lines: {t.merge} × {t.merge} patches become one token", color=INK, fontsize=9)
+    ax.set_xlabel(
+        f"pixels; thin lines: patches of {t.patch} × {t.patch}, dark lines: {t.merge} × {t.merge} patches become one token",
+        color=INK,
+        fontsize=9,
+    )
     return figure
