@@ -115,6 +115,35 @@ def _escape(text: Any) -> str:
     return html.escape(str(text)).replace("$", "<span>$</span>")  # a lone $ would start a formula
 
 
+def _bundle(png: bytes, alt: str, width: int) -> tuple[dict, dict]:
+    """A picture for a notebook. JupyterLab drops the alternative text of a PNG, so it gets HTML; executed copies keep the PNG."""
+    from base64 import b64encode
+
+    from .show_live import is_live
+
+    data, text = b64encode(png).decode(), {"text/plain": f"Figure: {alt}"}
+    if is_live():
+        page = (
+            f'<img src="data:image/png;base64,{data}" alt="{html.escape(alt)}" width="{width}" style="max-width:100%">'
+        )
+        return {"text/html": page} | text, {}
+    return {"image/png": data} | text, {"image/png": {"width": width, "alt": alt}}
+
+
+class Photo:
+    """A Pillow picture as the value of a cell, with its alternative text."""
+
+    def __init__(self, image: Any, alt: str):
+        self.image, self.alt = image, alt
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict, dict]:
+        from io import BytesIO
+
+        out = BytesIO()
+        self.image.save(out, format="PNG")
+        return _bundle(out.getvalue(), self.alt, self.image.width)
+
+
 _PICTURE: type | None = None
 
 
@@ -131,14 +160,11 @@ def _figure(height: float, alt: str, width: float = 8.2) -> "Figure":
             alt = ""
 
             def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict, dict]:
-                from base64 import b64encode
                 from io import BytesIO
 
                 out = BytesIO()
                 self.savefig(out, format="png", dpi=144, facecolor=CARD, metadata={"Software": None})
-                size = {"width": int(self.get_figwidth() * 96), "alt": self.alt}
-                data = {"image/png": b64encode(out.getvalue()).decode(), "text/plain": f"Figure: {self.alt}"}
-                return data, {"image/png": size}
+                return _bundle(out.getvalue(), self.alt, int(self.get_figwidth() * 96))
 
         _PICTURE = Picture
     figure = _PICTURE(figsize=(width, height), facecolor=CARD, layout="constrained")

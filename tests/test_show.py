@@ -34,7 +34,11 @@ def test_a_table_takes_tuples_dicts_named_tuples_and_nothing():
     assert show.table([{"a": 1}, {"b": 2}]).rows == [[1, None], [None, 2]]
     assert show.table({"a": 1}).rows == [["a", 1]]
     assert repr(show.table([])) == "nothing to show" and "nothing" in show.table([])._repr_html_()
-    assert repr(show.table([("x", 12345), ("yy", None)], ["n", "v"])).splitlines() == ["n        v", "x   12,345", "yy       –"]
+    assert repr(show.table([("x", 12345), ("yy", None)], ["n", "v"])).splitlines() == [
+        "n        v",
+        "x   12,345",
+        "yy       –",
+    ]
 
 
 @pytest.mark.parametrize("value, text", [(None, "–"), (float("nan"), "–"), (0.0, "0"), (True, "True"), (8000, "8000"), (32768, "32,768"), (112.46, "112.46"), (0.01234, "0.0123"), ("a", "a")])  # fmt: skip
@@ -45,7 +49,11 @@ def test_numbers_have_the_digits_a_reader_needs(value, text):
 def test_the_memory_bar_says_its_parts():
     alt = shown(show.memory_bar(PARTS, 139.8, "One card", limit_gib=125.82))
     assert "KV cache pool 112.46 GiB" in alt
-    shown(show.memory_bar({"predicted": PARTS, "logged": [("weights", None, ""), ("KV cache pool", -1.0, "")]}, 139.8, "Two"))
+    shown(
+        show.memory_bar(
+            {"predicted": PARTS, "logged": [("weights", None, ""), ("KV cache pool", -1.0, "")]}, 139.8, "Two"
+        )
+    )
     shown(show.memory_bar([], None, "Nothing known"))
 
 
@@ -59,6 +67,28 @@ def test_stages_with_and_without_times():
 def request(n=5, complete=True):
     chunks = [Chunk(0.01, "role", "", 0)] + [Chunk(0.1 + i / 100, "content", "$x$", 1) for i in range(n)]
     return Dissection("m", "e", chunks, ["x"], [None], [], ["stop"], None, 3, n, complete=complete)
+
+
+def test_a_live_front_end_gets_the_alternative_text_in_html(monkeypatch):
+    from PIL import Image
+
+    from qrecipe import show_live
+
+    monkeypatch.setattr(show_live, "is_live", lambda: True)
+    figure = show.line_plot([1, 2], {"a": [1, 2]}, title='<"t">', xlabel="x", ylabel="y")
+    data, metadata = figure._repr_mimebundle_()
+    assert "image/png" not in data and 'alt="&lt;&quot;t&quot;&gt;' in data["text/html"] and metadata == {}
+    assert (
+        'alt="red" width="3"' in show.Photo(Image.new("RGB", (3, 3), "red"), "red")._repr_mimebundle_()[0]["text/html"]
+    )
+
+
+def test_a_measured_figure_names_its_device(monkeypatch):
+    from qrecipe import chapter
+
+    monkeypatch.setattr(chapter, "_current", chapter.Chapter("x", "cpu", "", {}, "A CPU, 2 cores", {"vllm": "0.27.0"}))
+    assert "A CPU, 2 cores · vLLM 0.27.0 · 20" in shown(show.timeline(request()))
+    assert "A CPU" not in shown(show.line_plot([1, 2], {"a": [1, 2]}, title="a law", xlabel="x", ylabel="y"))
 
 
 def test_a_timeline_of_one_two_or_a_broken_request():
@@ -76,12 +106,25 @@ def test_the_patch_grid_counts():
 
 
 def test_lines_with_gaps_and_limits():
-    shown(show.line_plot([1, 2, 4], {"a": [1, None, 3], "some limit": [1, 1, 1]}, title="t", xlabel="x", ylabel="y", log=True, limits={"top": 2}))
+    shown(
+        show.line_plot(
+            [1, 2, 4],
+            {"a": [1, None, 3], "some limit": [1, 1, 1]},
+            title="t",
+            xlabel="x",
+            ylabel="y",
+            log=True,
+            limits={"top": 2},
+        )
+    )
 
 
 def test_matplotlib_is_not_loaded_before_a_figure():
     code = "import sys, json, qrecipe.show as s; s.table([(1, 2)]); print(json.dumps([m for m in ('matplotlib', 'pandas', 'torch') if m in sys.modules]))"
-    assert json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout) == []
+    assert (
+        json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+        == []
+    )
 
 
 def test_the_live_bar_escapes_and_stays_fast():
@@ -123,6 +166,8 @@ def test_a_dashboard_redraws_when_a_knob_turns(monkeypatch):
     assert picture.value == "<p>no &lt;3&gt;</p>"
 
 
-@pytest.mark.parametrize("text, shown", [(None, ""), (" a\nb ", "a⏎b"), ("\n" * 9, "⏎⏎⏎⏎…"), ("abcde", "abcde"), ("abcdef", "abcd…")])
+@pytest.mark.parametrize(
+    "text, shown", [(None, ""), (" a\nb ", "a⏎b"), ("\n" * 9, "⏎⏎⏎⏎…"), ("abcde", "abcde"), ("abcdef", "abcd…")]
+)
 def test_any_answer_fits_one_line(text, shown):
     assert show.one_line(text, 5) == shown
