@@ -4,6 +4,7 @@ It needs no network, and its policy (CSP) lets it run no script, whatever a log 
 """
 
 import html
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -60,7 +61,11 @@ def write_junit(folder: Path, run: dict) -> Path:
             word = "failure" if c["status"] == "failed" else "skipped"
             part = ElementTree.SubElement(case, word, message=_xml(c["reason"]))
             part.text = (
-                _xml("\n".join(filter(None, [f"cell {c['cell']}: {c['line']}", c.get("mend", ""), c.get("log_tail", "")])))
+                _xml(
+                    "\n".join(
+                        filter(None, [f"cell {c['cell']}: {c['line']}", c.get("mend", ""), c.get("log_tail", "")])
+                    )
+                )
                 if word == "failure"
                 else ""
             )
@@ -69,6 +74,35 @@ def write_junit(folder: Path, run: dict) -> Path:
         file, '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(suite, encoding="unicode") + "\n"
     )
     return file
+
+
+def write_summary(folder: Path, run: dict) -> Path:
+    """Write `summary.md`: verdicts and failures as Markdown, ready for a job summary or an issue; returns its path."""
+    word = "passed" if run["passed"] else "FAILED"
+    lines = [
+        f"## qrecipe run {word}: {run['device']}, {run['date'][:16]}",
+        "",
+        "| chapter | verdict | seconds |",
+        "|---|---|---|",
+    ]
+    lines += [f"| {c['name']} | {c['status']} | {c['seconds']:.0f} |" for c in run["chapters"]]
+    for c in (c for c in run["chapters"] if c["status"] == "failed"):
+        lines += ["", f"### {c['name']}, cell {c['cell'] or '?'}", *_fenced(f"{c['line']}\n{c['reason']}")]
+        lines += _fenced(c["mend"]) if c.get("mend") else []
+        lines += ["The server log ended so:", *_fenced(c["log_tail"])] if c.get("log_tail") else []
+    versions = ", ".join(f"{k} {v}" for k, v in run["versions"].items())
+    lines += [
+        "",
+        f"{versions}; lock {run['lock']} {run.get('lock_sha256') or 'departed from'}; model {run['model'].get('name', '-')} {run['model'].get('revision', '')}",
+    ]
+    write_whole(folder / "summary.md", "\n".join(lines) + "\n")
+    return folder / "summary.md"
+
+
+def _fenced(text: str) -> list[str]:
+    """Text that Markdown shows as it is: a fence longer than any run of backticks in it."""
+    fence = "`" * max(3, 1 + max((len(m) for m in re.findall("`+", text)), default=0))
+    return [fence + "text", text.strip(), fence]
 
 
 def _xml(text: str) -> str:

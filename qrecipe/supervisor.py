@@ -105,20 +105,21 @@ class Supervisor:
         for process, name in self.engine.items():
             if not process.alive():
                 return "died", f"its process {name} ({process.pid}) is gone"
-        if looks % 8 == 0:
+        if looks % (2 if starting else 8) == 0:
             return self.stalled("failed" if starting else "died")
         return None
 
     def stalled(self, status: str) -> tuple[str, str] | None:
         """A verdict when a process is held by a signal, or when a start neither logs nor computes. Notes the engine's parts."""
         now, processes = time.monotonic(), server_processes(self.token)
-        before, self.seen = self.seen, {}
+        named = {}
         for process in processes:
             with suppress(psutil.Error):
                 if process.name().startswith("VLLM::"):
-                    self.seen[Pid.of(process.pid)] = process.name()
-        # Seen twice: a compiler that the engine has just forked bears the engine's name until it becomes itself.
-        self.engine |= {process: name for process, name in self.seen.items() if process in before}
+                    named[Pid.of(process.pid)] = process.name()
+        kept = {p: name for p, name in self.engine.items() if p in named or not p.alive()}
+        self.engine = kept | {p: name for p, name in named.items() if p in self.seen}  # not a compiler just forked
+        self.seen = named
         held = [p for p in processes if Pid.of(p.pid).stopped()]
         self.held_since = (self.held_since or now) if held else None
         if held and now - self.held_since > HELD:

@@ -72,7 +72,9 @@ def main() -> None:
         time.sleep(60)
     time.sleep(float(WORDS.get("bind", 0.1)))
     ThreadingHTTPServer.allow_reuse_address = True
-    server = ThreadingHTTPServer((sys.argv[sys.argv.index("--host") + 1], int(sys.argv[sys.argv.index("--port") + 1])), Handler)
+    server = ThreadingHTTPServer(
+        (sys.argv[sys.argv.index("--host") + 1], int(sys.argv[sys.argv.index("--port") + 1])), Handler
+    )
     say("Application startup complete.")
     server.serve_forever()
 

@@ -1,0 +1,96 @@
+"""The workflow files, read by a schema of what they may hold and by what their commands need."""
+
+import copy
+import json
+import re
+import subprocess
+
+import jsonschema
+import pytest
+import yaml
+from conftest import ROOT
+
+from qrecipe.cli import app
+
+FILES = sorted((ROOT / ".github/workflows").glob("*.yml"))
+SCHEMA = json.loads((ROOT / "tests/data/workflow.schema.json").read_text())
+CONTEXTS = ("github", "matrix", "runner", "env", "vars", "hashFiles")
+
+
+def read(file) -> dict:
+    """Every scalar as text: `on` is a word and not a truth value."""
+    return yaml.load(file.read_text(), Loader=yaml.BaseLoader)
+
+
+def faults(workflow: dict) -> list[str]:
+    """What is wrong with a workflow: schema, jobs that are not there, unknown contexts, values pasted into scripts, bad bash."""
+    found = [e.message for e in jsonschema.Draft202012Validator(SCHEMA).iter_errors(workflow)]
+    if found:
+        return found
+    jobs = workflow["jobs"]
+    for name, job in jobs.items():
+        needs = job.get("needs", [])
+        found += [f"{name} needs {n}" for n in ([needs] if isinstance(needs, str) else needs) if n not in jobs]
+        matrix = job.get("strategy", {}).get("matrix", {})
+        for inner in re.findall(r"\$\{\{(.*?)\}\}", json.dumps([job, workflow.get("env")])):
+            head = re.match(r"\s*([A-Za-z]+)(?:\.([A-Za-z_-]+))?", inner)
+            if not head or head[1] not in CONTEXTS or (head[1] == "matrix" and head[2] not in matrix):
+                found.append(f"unknown {inner.strip()}")
+        for step in job["steps"]:
+            if script := step.get("run"):
+                if "${{" in script:
+                    found.append(f"a value is pasted into the script of {step['name']}")
+                done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
+                found += [done.stderr] if done.returncode else []
+    return found
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f.name)
+def test_workflow_is_well_formed(file):
+    assert faults(read(file)) == []
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda w, job: w.pop("on"),
+        lambda w, job: w["permissions"].update(contents="write"),
+        lambda w, job: job.pop("timeout-minutes"),
+        lambda w, job: job.update({"runs_on": "x"}),
+        lambda w, job: job.update(needs="nobody"),
+        lambda w, job: job["steps"][0].update(uses="actions/checkout@main"),
+        lambda w, job: job["steps"][0].update(run="true"),
+        lambda w, job: job["steps"].append({"name": "x", "run": "echo ${{ github.head_ref }}"}),
+        lambda w, job: job["steps"].append({"name": "x", "run": "if true; then"}),
+        lambda w, job: job["steps"].append({"name": "x", "run": "true", "if": "${{ secret.KEY }}"}),
+    ],
+    ids=range(10),
+)
+def test_a_harmed_workflow_is_seen(harm):
+    workflow = copy.deepcopy(read(FILES[0]))
+    harm(workflow, next(iter(workflow["jobs"].values())))
+    assert faults(workflow)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f.name)
+def test_its_commands_are_there(file):
+    text = file.read_text()
+    commands = {c.name or c.callback.__name__ for c in app.registered_commands}
+    targets = set(re.findall(r"(?m)^([a-z-]+):", (ROOT / "Makefile").read_text()))
+    assert set(re.findall(r"bin/qrecipe ([a-z-]+)", text)) <= commands
+    assert set(re.findall(r"\bmake ([a-z-]+)", text)) <= targets
+    assert not re.search(r"index-url|https?://", text)
+
+
+def test_artifacts_and_reaping_come_whatever_happened():
+    for file in FILES:
+        for job in read(file)["jobs"].values():
+            last = [
+                s for s in job["steps"] if "upload-artifact" in s.get("uses", "") or "stop --all" in s.get("run", "")
+            ]
+            assert len(last) == 2 and all(s["if"] == "always()" for s in last)
+
+
+def test_the_nightly_has_a_job_that_may_fail():
+    jobs = read(ROOT / ".github/workflows/nightly-gpu.yml")["jobs"]
+    assert jobs["newest"]["continue-on-error"] == "true" and "continue-on-error" not in jobs["book"]
