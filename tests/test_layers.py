@@ -439,6 +439,17 @@ def test_the_doctor_prints_json_and_exits_by_its_verdict(capsys, monkeypatch):
     assert said["first_broken"] == "driver" and "driver search" in said["mend"]
 
 
+def test_qrecipe_doctor_exits_1_with_the_first_broken_layer(capsys, monkeypatch):
+    from qrecipe import cli
+
+    for facts, code, last in [(D4090, 1, "First broken layer: CUDA in PyTorch. Mend: uv pip install"), (GOOD, 0, "No layer is broken.")]:
+        monkeypatch.setattr(layers, "gather", lambda facts=facts: facts)
+        monkeypatch.setattr(sys, "argv", ["qrecipe", "doctor"])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert end.value.code == code and capsys.readouterr().out.splitlines()[-1].startswith(last)
+
+
 def test_the_doctor_names_every_mend(capsys, monkeypatch):
     monkeypatch.setattr(layers, "gather", lambda: but(gpus=(Gpu("Tesla T4", 14.6, (7, 5)),), transformers="5.24.0"))
     assert layers.doctor("gpu") == 1
