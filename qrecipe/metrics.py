@@ -8,10 +8,14 @@ tokenises), and both end inside the server: HTTP both ways is ours alone. `round
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from .dissection import Dissection
 from .errors import RequestFailed
@@ -192,12 +196,17 @@ def hold(client: Any, base_url: str, repeat: int = 5, **request: Any) -> list[Co
     """`compare` over `repeat` requests, after one that warms up: medians of both sides and of the paired differences.
 
     `request` is what `dissect` takes; its messages are also those of `round_trip`. Tokens agree when they do each time.
+    A row tells how long this thread and the API server's were ready to run and had no core, where Linux can say.
     """
-    runs = []
+    runs, threads = [], _threads(base_url)
     for _ in range(repeat + 1):
-        http, before = round_trip(client, request["messages"]), read_metrics(base_url)
+        http, before, waited = round_trip(client, request["messages"]), read_metrics(base_url), _waited(threads)
         ours = dissect(client, **request)
-        runs.append(compare(ours, difference(before, read_metrics(base_url, after=before)), http))
+        waited = _waited(threads) - waited
+        rows = compare(ours, difference(before, read_metrics(base_url, after=before)), http)
+        if threads:
+            rows.append(Comparison("waited for a core", 1000 * waited, None, "ms", None, None))
+        runs.append(rows)
     return [_middle(rows) for rows in zip(*runs[1:], strict=True)]
 
 
@@ -209,3 +218,19 @@ def _middle(rows: tuple[Comparison, ...]) -> Comparison:
         return next((r for r in rows if not r.agrees), first)
     ours, servers, apart = (middle(getattr(r, name) for r in rows) / 1000 for name in ("ours", "servers", "difference"))
     return _held(first.name, ours, servers, apart, shown=first.agrees is None)
+
+
+def _threads(base_url: str) -> list[Path]:
+    """schedstat files of this thread and, when the server is on this machine, of its API server's event loop."""
+    import psutil
+
+    ids = [os.getpid()]
+    with suppress(psutil.Error, ValueError):
+        port = urlsplit(base_url).port
+        ids += [c.pid for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port and c.pid]
+    return [file for i in ids if (file := Path(f"/proc/{i}/task/{i}/schedstat")).is_file()]
+
+
+def _waited(threads: list[Path]) -> float:
+    """Seconds that these threads have been ready to run without a core (the second number of schedstat, in ns)."""
+    return sum(int(file.read_text().split()[1]) for file in threads) / 1e9
