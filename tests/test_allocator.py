@@ -5,6 +5,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from examples import examples
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -85,7 +86,7 @@ def cases(draw):
     return shape, args, draw(st.integers(1, 300_000)), draw(st.integers(10**6, 10**11))
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(400), deadline=None, suppress_health_check=list(HealthCheck))
 @given(case=cases())
 def test_blocks_tokens_and_estimates_equal_vllms(case):
     shape, args, length, available = case
@@ -114,6 +115,7 @@ def test_blocks_tokens_and_estimates_equal_vllms(case):
     assert pool.tokens(blocks, length) == tokens
 
 
+@settings(max_examples=examples(100), deadline=None)
 @given(layers=st.integers(1, 100), pp=st.integers(1, 16))
 def test_layers_are_split_over_stages_as_vllm_does(layers, pp):
     assume(pp <= layers)

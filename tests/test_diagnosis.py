@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -145,7 +146,7 @@ def test_an_engine_that_is_stopped_has_not_failed():
 LINES = [line for log in LOGS.values() for line in log.splitlines()] + list(MESSAGES)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 @given(st.lists(st.one_of(st.text(max_size=80), st.sampled_from(LINES), st.sampled_from(LINES).map(lambda x: x[: len(x) // 2])), max_size=12))
 def test_any_text_gives_a_failure_or_none(lines):
     found = diagnose(lines)

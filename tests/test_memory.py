@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -276,7 +277,7 @@ def test_every_card_has_a_source_and_less_than_its_label():
 SHAPES = st.sampled_from(["Qwen3.5-0.8B", "Qwen3.5-4B", "Qwen3.5-27B", "Qwen3.5-35B-A3B", "Qwen3-Next-80B-A3B", "Qwen3-8B", "gemma-3-4b", "Llama-3.1-70B"])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(name=SHAPES, a=st.integers(1, 300_000), b=st.integers(1, 300_000), gib=st.floats(0, 200), fp8=st.booleans(), prefix=st.booleans(), version=st.sampled_from(["0.27.0", "0.18.0"]))
 def test_more_context_never_needs_less(name, a, b, gib, fp8, prefix, version):
     low, high = sorted((a, b))
@@ -290,7 +291,7 @@ def test_more_context_never_needs_less(name, a, b, gib, fp8, prefix, version):
     assert not short.pool.fits(best + 1, gib * 2**30) or best == 300_000
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(name=SHAPES, gib=st.floats(4, 200), u=st.floats(0.05, 0.9), seqs=st.integers(1, 2048), tokens=st.integers(16, 32768))
 def test_more_memory_never_gives_less(name, gib, u, seqs, tokens):
     flags = {"max_model_len": 8192, "max_num_seqs": seqs, "max_num_batched_tokens": tokens}
@@ -303,7 +304,7 @@ def test_more_memory_never_gives_less(name, gib, u, seqs, tokens):
     assert base.as_dict()["fits"] in (True, False)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.dictionaries(st.sampled_from(sorted(memory.Flags.__dataclass_fields__) + ["gpu", "gpu_memory_gib", "available_kv_gib", "calibrate"]),
                        st.one_of(st.none(), st.integers(-5, 10**9), st.floats(), st.text(max_size=8), st.booleans(), st.just("fp8"), st.lists(st.integers(), max_size=2))))
 def test_any_setting_gives_a_budget_or_a_sentence(settings_):

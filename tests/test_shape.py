@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from examples import examples
 from hub_server import Hub
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -187,7 +188,7 @@ JUNK = st.one_of(st.none(), st.integers(-3, 10**6), st.floats(), st.text(max_siz
 KEYS = sorted({k for c in FAMILIES.values() for k in (*c, *c.get("text_config", {}))} | {"layer_types", "rope_parameters", "quantization_config", "rope_scaling", "mlp_only_layers", "partial_rotary_factor"})
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 @given(family=st.sampled_from(sorted(FAMILIES)), junk=st.dictionaries(st.sampled_from(KEYS), JUNK, max_size=3), inside=st.booleans())
 def test_a_mutated_config_gives_a_shape_or_a_sentence(family, junk, inside):
     config = dict(FAMILIES[family])

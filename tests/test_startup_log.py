@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -260,7 +261,7 @@ def mutated(draw):
     return bytes(data)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.one_of(mutated(), st.binary(max_size=2000), st.lists(st.sampled_from(PIECES), max_size=60).map(lambda p: " ".join(p).encode())))
 def test_no_log_makes_it_raise(data):
     for log in read_all(data.split(b"\n")):
