@@ -127,10 +127,18 @@ def _bad_request(said: str, status: int) -> str:
             counts = re.search(r"Input length \((\d+)\)|requested (\d+) tokens", said)
             asked, held, unit = 0, int(next(filter(None, counts.groups()))) if counts else 0, "tokens"
         room = length - held
-        mend = f"ask for at most {room} with max_tokens" if unit == "tokens" and 0 < room < asked else "shorten the prompt"
+        if "at least" in said:  # it stopped counting at the limit
+            mend = "shorten the prompt, ask for less with max_tokens"
+        else:
+            mend = f"ask for at most {room} with max_tokens" if unit == "tokens" and 0 < room < asked else "shorten the prompt"
         at_least = "at least " if "at least" in said else ""
         return (
             f"the prompt ({at_least}{held} {unit}) and max_tokens={asked} do not fit the context of {length} tokens: {mend}, "
+            "or serve with a larger --max-model-len."
+        )
+    if found := re.search(r"max_tokens=(\d+) cannot be greater than max_model_len=\D*(\d+)", said):
+        return (
+            f"max_tokens={found[1]} is more than the whole context of {found[2]} tokens, and the prompt must fit in as well: ask for less, "
             "or serve with a larger --max-model-len."
         )
     if found := re.search(r"At most (\d+) (\w+)\(s\) may be provided", said):
