@@ -42,6 +42,7 @@ def find_notebooks(names: list[str]) -> list[Path]:
         hits = [p for p in known if p.stem == stem or p.stem.split("_")[0] == stem]
         if Path(name).suffix == ".ipynb" and Path(name).is_file():
             hits = [Path(name).resolve()]
+        hits = hits or [p for p in folder.glob("*.ipynb") if p.stem == stem]
         if not hits:
             raise BadInput(f"no notebook {name!r}: there are {', '.join(p.stem for p in known) or 'none'}")
         out += [h for h in hits if h not in out]
