@@ -69,7 +69,7 @@ class Flags:
                 check_number(value, f.name, *RANGES.get(f.name, (1, 10**8)), int if kinds[0] == "int" else float)
             elif type(value).__name__ not in kinds:
                 raise BadInput(f"{f.name} is {value!r}; {' or '.join(k for k in kinds if k != 'None')} is expected")
-        version_tuple(self.vllm_version)
+        version_tuple(self.vllm_version), self.text_only
         if self.block_size and self.block_size % 16:
             raise BadInput(f"block_size is {self.block_size}; attention kernels need a multiple of 16")
         if self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size % self.nodes:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from dataclasses import fields
 
 from qrecipe.errors import BadInput
@@ -17,6 +18,18 @@ HELP = {
     "limit_mm_per_prompt": 'JSON, for example {"image": 4, "video": 0}',
     "vllm_version": "0.27.0 when not given",
 }
+
+
+UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30, "": 1}  # as vllm serve reads them
+
+
+def whole_number(text: str) -> int:
+    """A whole number as `vllm serve` takes it: 32768, 32k (32,000), 32K (32,768), 25.6k. ValueError for anything else."""
+    found = re.fullmatch(r"(-?\d{1,15}(?:\.\d{1,6})?)([kKmMgG]?)", text)
+    value = float(found[1]) * UNITS[found[2]] if found else 0.5
+    if value != int(value) or (found and "." in found[1] and found[2] not in ("k", "m", "g")):
+        raise ValueError
+    return int(value)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -36,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
     for f in fields(Flags):
         kind = f.type.split(" ")[0]
-        how = {"type": {"int": int, "float": float}.get(kind, str), "metavar": kind.upper()[:5]}
+        how = {"type": {"int": whole_number, "float": float}.get(kind, str), "metavar": kind.upper()[:5]}
         if kind == "bool":
             how = {"action": argparse.BooleanOptionalAction}
         made.add_argument(f"--{f.name.replace('_', '-')}", default=f.default, help=HELP.get(f.name), **how)
