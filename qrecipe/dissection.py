@@ -141,6 +141,7 @@ class Dissection:
     def table(self) -> list[Row]:
         """Every figure that could be had, with formula and clock, in the order of the request's life."""
         ms, count = 1000.0, SERVER if self.usage else self.counted_by
+        n = "usage.completion_tokens" if self.usage else f"counted: {self.counted_by}"
         itl, tpot = self.itl, self.tpot
         rows = [
             ("connect", self.connect, ms, "ms", "TCP connection made; 0 = an open one was used again", CLIENT),
@@ -155,7 +156,7 @@ class Dissection:
             ("TPS, decode", 1 / tpot if tpot else None, 1, "tokens/s", "1 / TPOT", CLIENT),
             ("prefill rate", self.prefill_tps, 1, "tokens/s", "prompt tokens / TTFT (a lower bound)", CLIENT),
             ("prompt tokens", self.prompt_tokens, 1, "tokens", "usage.prompt_tokens", count),
-            ("completion tokens", self.completion_tokens, 1, "tokens", "n = usage.completion_tokens", count),
+            ("completion tokens", self.completion_tokens, 1, "tokens", f"n = {n}", count),
             ("reasoning tokens", self.reasoning_tokens, 1, "tokens", "tokens of reasoning chunks", self.counted_by),
         ]
         return [Row(n, v * k, u, f, c) for n, v, k, u, f, c in rows if v is not None]
