@@ -21,7 +21,7 @@ from . import serving
 from .chapter import Chapter, check_values, device_name, versions
 from .errors import BadInput, RecipeError
 from .judge import Verdict, judge, read_record
-from .paths import homeless, project_root, runs_dir, writable, write_whole
+from .paths import ROOM, homeless, project_root, runs_dir, writable, write_whole
 from .processes import die_with_parent
 
 CELL_LIMIT = 1500  # seconds one cell may take: a first start on a GPU takes 460
@@ -217,7 +217,7 @@ def new_run_folder(out: str | Path | None) -> Path:
         folder = Path(out).absolute()
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise BadInput(f"{folder} exists and is not an empty folder: name another --out, or remove it")
-        return writable(folder)
+        return writable(folder, room=ROOM)
     base = runs_dir() / datetime.now().strftime("%Y%m%d-%H%M%S")
     folder, n = base, 1
     while folder.exists():

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from .errors import BadInput
 
+ROOM = 65536  # bytes that must be free where something is about to be written
+
 
 def project_root() -> Path:
     """The folder that holds `notebooks/`: upward from the working folder, else beside the package, else the working folder."""
@@ -26,15 +28,15 @@ def runs_dir() -> Path:
     return writable(Path(os.environ.get("QRECIPE_RUNS") or project_root() / "runs"))
 
 
-def writable(folder: Path, mode: int = 0o777) -> Path:
-    """Make `folder` and show that a file of 64 KiB can be written in it.
+def writable(folder: Path, mode: int = 0o777, room: int = 0) -> Path:
+    """Make `folder` and show that a file of `room` bytes can be written in it (an empty one can be made on a full disk).
 
     Raises BadInput with the variable that moves it when it cannot.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=mode)
         with tempfile.TemporaryFile(dir=folder) as f:
-            f.write(bytes(65536))  # an empty file can be made on a full disk
+            f.write(bytes(room))
     except OSError as e:
         raise BadInput(
             f"cannot write in {folder} ({e.strerror or e}): make it writable, free some disk, or set QRECIPE_STATE and QRECIPE_RUNS to folders that are"

@@ -16,7 +16,7 @@ import psutil
 from filelock import FileLock, Timeout
 
 from .errors import BadInput, ServerFailed
-from .paths import state_dir, writable, write_whole
+from .paths import ROOM, state_dir, writable, write_whole
 from .processes import Pid, end_all
 from .recipe import ServeRecipe
 from .start_checks import check_start, key_for, new_log, process_argv
@@ -151,6 +151,7 @@ def launch(
 ) -> Path:
     """Start the supervisor, or join the server that runs with these flags. Returns the server's folder without waiting."""
     folder = server_folder(recipe.port)
+    writable(folder, room=ROOM)
     try:
         with FileLock(folder / "lock", timeout=60, mode=0o600):
             key = key_for(recipe, folder, new_key)
@@ -204,8 +205,7 @@ def start_supervisor(recipe: ServeRecipe, folder: Path, keep: bool, grace: float
         "status": "launching", "token": uuid.uuid4().hex, "argv": process_argv(recipe), "recipe": asdict(recipe),
         "log": str(log), "key": bool(key), "started": time.monotonic(),
     }  # fmt: skip
-    for name, wanted in (("stop", False), ("keep", keep)):
-        (folder / name).touch() if wanted else (folder / name).unlink(missing_ok=True)
+    (folder / "keep").touch() if keep else (folder / "keep").unlink(missing_ok=True)
     if key:
         write_whole(folder / "api-key", key, mode=0o600)
     write_whole(folder / "server.json", json.dumps(state, indent=1), mode=0o600)
@@ -303,11 +303,12 @@ def stop(port: int, seconds: float = 60.0) -> dict:
         return {}
     deadline = time.monotonic() + seconds
     while (state := read_state(folder) or state)["status"] not in ENDED and supervised(state):
-        (folder / "stop").touch()
-        if time.monotonic() > deadline:
-            os.kill(state["supervisor"][0], signal.SIGKILL)  # its guard ends the server
+        late = time.monotonic() > deadline
+        with suppress(ProcessLookupError):
+            os.kill(state["supervisor"][0], signal.SIGKILL if late else signal.SIGTERM)
+        if late:  # its guard ends the server
             break
-        time.sleep(0.1)
+        time.sleep(0.2)
     left = end_all(state["token"])
     if left:
         raise ServerFailed(f"processes {left} of the server on port {port} could not be ended")
@@ -317,9 +318,10 @@ def stop(port: int, seconds: float = 60.0) -> dict:
 def failure_text(state: dict) -> str:
     """Why a server did not come up: the log's own cause, its mend, and where the log is."""
     why, log = state.get("why") or "its supervisor is gone", state["log"]
-    with suppress(OSError):
-        if shutil.disk_usage(Path(log).parent).free < 1 << 20:
-            return f"the server did not come up: {why}, and the disk of its log is full: free some of it. Log: {log}"
+    for name, place in (("log", Path(log).parent), ("state", state_dir() / "servers")):
+        with suppress(OSError):
+            if shutil.disk_usage(place).free < ROOM:
+                return f"the server did not come up: {why}, and the disk of its {name} is full: free some of it. Log: {log}"
     if found := diagnosis(log):
         return f"{found['text']} - {found['cause']}. Mend: {found['mend']}. Log: {log}"
     return f"the server did not come up: {why}. Log: {log}"

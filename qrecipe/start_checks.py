@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 
 from .errors import BadInput
-from .paths import state_dir, writable
+from .paths import ROOM, state_dir, writable
 from .processes import listener
 from .recipe import ServeRecipe
 
@@ -99,7 +99,7 @@ def key_for(recipe: ServeRecipe, folder: Path, new: bool) -> str | None:
 
 def new_log(log_dir: Path | None, port: int) -> Path:
     """A log file that did not exist before; of the older ones in the state folder the last twenty are kept, and those in use."""
-    folder = writable(Path(log_dir) if log_dir else state_dir() / "logs")
+    folder = writable(Path(log_dir) if log_dir else state_dir() / "logs", room=ROOM)
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     for n in range(1000):
         log = folder / f"server-{stamp}-port{port}{f'-{n}' if n else ''}.log"

@@ -1,9 +1,9 @@
 """The one process that watches a server: it starts `vllm serve`, keeps its state file, and outlives nobody.
 
 Run by `Server.start`, never by hand. In the server's folder lie `server.json` (the state), `owners/` (one file for each
-process that uses the server), `keep` when it is to stay without any, and, when somebody wants an end, `stop`. The server
-ends when the last owner is gone and its grace time is over. A guard process ends it where this process itself is killed:
-it holds a pipe that closes then.
+process that uses the server) and `keep` when it is to stay without any. The server ends when the last owner is gone and
+its grace time is over, or on a SIGTERM. A guard process ends it where this process itself is killed: it holds a pipe that
+closes then.
 """
 
 import json
@@ -25,6 +25,7 @@ ENDED = ("stopped", "failed", "died")
 POLL = 0.25  # seconds between two looks
 QUIET = float(os.environ.get("QRECIPE_STALL", 120))  # seconds that a start may neither log nor compute
 HELD = float(os.environ.get("QRECIPE_STALL", 20))  # seconds that a process of the server may be held by a SIGSTOP
+SAVE_WAIT = 5.0  # seconds that the state of a start may stay unwritten
 TERM_WAIT = 8.0  # seconds that a ready server has to end by itself
 IDLE = 0.012  # processor seconds a second: less is a process that waits (a ready vLLM uses 0.009)
 OPEN = urllib.request.build_opener(urllib.request.ProxyHandler({})).open  # a proxy of the environment is not asked
@@ -49,12 +50,22 @@ class Supervisor:
         self.state |= changes
         self.written = None
         write_whole(self.file, json.dumps(self.state, indent=1), mode=0o600)
-        self.written = self.file.stat().st_ino
+        self.written = self.stamp()
+
+    def stamp(self) -> tuple | None:
+        """What tells the state file from another one, None when there is none."""
+        with suppress(FileNotFoundError):
+            found = self.file.stat()
+            return found.st_ino, found.st_mtime_ns
 
     def start(self) -> None:
         self.start_guard()
         env = {k: v for k, v in os.environ.items() if k != "OPENBLAS_CORETYPE"} | self.state["recipe"]["env"]
-        env |= homeless() | {TOKEN: self.token, "PYTHONUNBUFFERED": "1", "SPT_NOENV": "1"}  # process titles must not wipe the token
+        env |= homeless() | {
+            TOKEN: self.token,
+            "PYTHONUNBUFFERED": "1",
+            "SPT_NOENV": "1",
+        }  # process titles must not wipe the token
         env["PATH"] = str(Path(sys.executable).parent) + os.pathsep + env.get("PATH", "")
         with open(self.log, "ab", buffering=0) as log:
             self.server = subprocess.Popen(
@@ -77,15 +88,21 @@ class Supervisor:
 
     def watch(self) -> None:
         """Look until the server ended or nobody wants it, then clean up and write how it ended."""
-        began, looks = time.monotonic(), 0
+        began, looks, unsaved, told = time.monotonic(), 0, None, False  # told: that it is ready
         while not (verdict := self.verdict(looks)):
             if self.state["status"] == "starting" and self.answers():
                 self.state |= {"status": "ready", "ready_seconds": round(time.monotonic() - began, 1)}
                 self.written = None
                 self.stalled("died")  # so that the parts of its engine are known
-            with suppress(OSError):  # a full disk, or a state file that somebody has damaged: written again
-                if self.written is None or self.file.stat().st_ino != self.written:
+            try:  # a full disk, or a state file that somebody has damaged: written again
+                if self.written is None or self.stamp() != self.written:
                     self.save()
+                unsaved = None
+            except OSError as e:
+                unsaved = unsaved or time.monotonic()
+                if not told and time.monotonic() - unsaved > SAVE_WAIT:
+                    return self.end("failed", f"its state cannot be written ({e.strerror})")
+            told = told or (self.state["status"] == "ready" and unsaved is None)
             if self.guard.poll() is not None:
                 self.start_guard()
             looks += 1
@@ -98,7 +115,7 @@ class Supervisor:
         code = self.server.poll()
         if code is not None:
             return "failed" if starting else "died", f"the server process ended by itself with exit code {code}"
-        if self.stopping or (self.folder / "stop").exists():
+        if self.stopping:
             return "stopped", "a stop was asked for"
         if not self.wanted():
             return "stopped", "its last owner is gone"
@@ -163,8 +180,7 @@ class Supervisor:
                 self.server.wait(TERM_WAIT)
         left = end_all(self.token)
         self.server.wait()
-        for name in ("stop", "keep"):
-            (self.folder / name).unlink(missing_ok=True)
+        (self.folder / "keep").unlink(missing_ok=True)
         with suppress(OSError):
             self.save(status=status, why=why, left=left, exit_code=self.server.returncode)
         os.write(self.pipe, b"done")
