@@ -78,7 +78,6 @@ def _stage(text: str) -> str:
 
 COMPUTED: dict[str, Callable[[Any], Any]] = {  # what a text may name: from the other values of the case
     "free_share": lambda c: floor((float(c["free"]) - ROUNDING_GIB) / (float(c["total"]) + ROUNDING_GIB) * 100) / 100,
-    "smaller_share": lambda c: round(max(0.05, c.share - 0.05), 2),
     "oom_stage": lambda c: _stage(c.text).replace("unknown", "load or first batches"),
     "half_rows": lambda c: max(1, int(c["rows"]) // 2),
     "more_items": lambda c: max(4, 2 * int(c["limit"])),
@@ -145,6 +144,34 @@ class _Case(dict):
         default = 1024 if (self.flags["max_num_batched_tokens"] or 0) >= 8192 else 256
         blocks, seqs = self.start.pool.blocks((gib - ROUNDING_GIB) * GIB), self.flags.get("max_num_seqs") or default
         return f" --max-num-seqs {blocks}" if 0 < blocks < seqs else ""
+
+    def smaller_share(self) -> float:
+        """The utilization lowered by what an allocation lacked, and a hundredth more."""
+        free = re.search(r"([\d.]+) ([KMG])iB (?:is )?free", self.text)
+        have = float(free[1]) / 1024 ** "GMK".index(free[2]) if free else 0.0
+        lacks = float(self["size"]) / 1024 ** "GMK".index(self["unit"][0]) - have
+        return round(max(0.05, self.share - 0.01 - ceil(max(0.0, lacks) / float(self["total"]) * 100) / 100), 2)
+
+    def more_cards(self) -> str:
+        """The least tensor parallelism with which the start fits; where the model is unknown, twice as much."""
+        now = self.flags.get("tensor_parallel_size") or 1
+        with suppress(RecipeError, TypeError, AttributeError):
+            card = {"gpu_memory_gib": float(self.get("total") or self.total)}
+            for tp in (n * now for n in (2, 4, 8)):
+                given = card | self.flags | {"tensor_parallel_size": tp}
+                b, fewer = budget(self.start.shape, **given), ""
+                if not b.fits and b.blocks:
+                    b, fewer = budget(b.shape, **given | {"max_num_seqs": b.blocks}), f" --max-num-seqs {b.blocks}"
+                if b.fits:
+                    return f"--tensor-parallel-size {tp}{fewer}"
+        return f"--tensor-parallel-size {2 * now}"
+
+    def out_of_memory(self) -> str:
+        """What helps against the failed allocation, by the stage in which it failed."""
+        load = f"a quantized checkpoint, {self.more_cards()} or a larger card"
+        later = f"--gpu-memory-utilization {self.smaller_share()}, fewer --max-num-seqs, or a smaller --max-num-batched-tokens"
+        texts = {"load": load, "unknown": f"while weights load: {load}; later: {later}"}
+        return f"stop what else runs on the card (nvidia-smi); {texts.get(_stage(self.text), later)}"
 
     def shorter(self) -> str:
         """vLLM's own estimate of the length where it is logged, else the law's."""

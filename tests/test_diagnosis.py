@@ -91,6 +91,17 @@ def test_no_memory_names_a_utilization_that_starts():
     assert budget("Qwen3.5-4B", gpu="H200", max_model_len=32768, gpu_memory_utilization=float(utilization), max_num_seqs=int(seqs)).fits
 
 
+def test_a_failed_allocation_names_what_it_lacked():
+    # 1.02 GiB asked for, 115.69 MiB free: 0.91 GiB of 23.52 are four hundredths, and one more (vllm-project/vllm#42147)
+    text = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.02 GiB. GPU 0 has a total capacity of 23.52 GiB of which 115.69 MiB is free."
+    kept = "File gpu_model_runner.py, in initialize_kv_cache\n" + text
+    assert "--gpu-memory-utilization 0.87" in diagnose(kept).mend and "tensor-parallel" not in diagnose(kept).mend
+    head = "(APIServer pid=1) INFO 11-30 08:00:00 [utils.py:1] non-default args: {'model': 'Qwen/Qwen3.5-27B', 'max_model_len': 32768, 'gpu_memory_utilization': 0.9}\n"
+    found = diagnose(head + "File gpu_model_runner.py, in load_model\n" + text)
+    assert found.stage == "load" and "--tensor-parallel-size 4" in found.mend
+    assert budget("Qwen3.5-27B", gpu_memory_gib=23.52, max_model_len=32768, gpu_memory_utilization=0.9, tensor_parallel_size=4).fits
+
+
 def test_too_many_sequences():
     assert diagnose(LOGS["h200-0.27.0-util0.20"]).mend == "--max-num-seqs 906"
 
