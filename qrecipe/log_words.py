@@ -86,6 +86,7 @@ TEXTS = [
     (b"backend", "attention", re.compile("KV cache layout for (CPU_ATTN) $"), re.compile("backend")),
     (b"backend", "vision attention", re.compile(r"Using (?:default )?$"), re.compile(rf"backend (?:AttentionBackendEnum\.)?{_NAME} for vit")),
     (b"backend", "communication", re.compile(r"distributed_init_method=\S+ $"), re.compile(rf"backend={_NAME}")),
+    (b"MMEncoderAttention", "vision attention", re.compile(r"Using AttentionBackendEnum\.(\w+) for $"), re.compile("MMEncoderAttention")),
     (b"GDN prefill", "GDN prefill", re.compile(rf"Using {_NAME} $"), re.compile("GDN prefill kernel")),
     (b"version", "FlashAttention", re.compile("Using FlashAttention $"), re.compile(r"version (\d+)")),
     (b"for top-p", "sampling", re.compile(rf"Using {_NAME} $"), re.compile("for top-p")),

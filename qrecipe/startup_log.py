@@ -174,8 +174,9 @@ class _Start:
             mine = tightest.get(name) if name in words.RANK_FIELDS else None
             figures[name] = worst if mine is None else mine
         tokens_from_blocks(figures, self.flags, self.config)
-        if figures.get("max_model_len") is None and isinstance(self.config.get("max_seq_len"), int):
-            figures["max_model_len"] = self.config["max_seq_len"]
+        asked = [self.config.get("max_seq_len"), self.flags.get("max_model_len")]
+        if said := [n for n in asked if isinstance(n, int)]:
+            figures.setdefault("max_model_len", said[0])
         errors = self.first_errors + [e for e in self.last_errors if e not in self.first_errors]
         if self.ready and not any(re.search(r"EngineDead|fatal|died|OutOfMemory|out of memory", e) for e in errors):
             errors = []
