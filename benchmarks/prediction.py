@@ -106,8 +106,6 @@ def compare(model: Any, logged: Any, *, gpu_memory_gib: float | None, **flags: A
 
 
 def _predicted(b: Budget, name: str) -> float | None:
-    if name == "consumed_gib":
-        return None if None in (b.weights_gib, b.non_torch_gib) else b.weights_gib + b.non_torch_gib
     return longest_of(b) or None if name == "longest" else getattr(b, name)
 
 

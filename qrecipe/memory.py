@@ -30,7 +30,7 @@ JSON_KEYS = (
     *("kv_cache_tokens", "max_concurrency", "fits", "advice", "how"),
 )
 BATCH = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
-MORE_KEYS = (*BATCH, "text_only", "blocks_range", "kv_cache_tokens_range", "stages_gib")
+MORE_KEYS = (*BATCH, "text_only", "consumed_gib", "blocks_range", "kv_cache_tokens_range", "stages_gib")
 PARTS = {"weights": "weights_gib", "non-torch": "non_torch_gib", "activation": "activation_gib"}
 PARTS |= {"CUDA graphs": "cuda_graph_gib", "KV pool": "available_kv_gib"}
 RANGES = {"gpu_memory_utilization": (0.01, 1), "speculative_tokens": (0, 64)}  # the others from 1
@@ -182,6 +182,8 @@ def budget(
     b.how.update(weights_gib=why, fits="assumed: " + "; ".join(assumed or ["nothing"]))
     for name, e in _estimates(b).items():
         b.put(name, e.scaled(factors[name]) if name in factors else e)
+    if None not in (b.weights_gib, b.non_torch_gib):
+        b.figures["consumed_gib"] = b.weights_gib + b.non_torch_gib
     _put_pool(b, _available(b, available_kv_gib))
     _judge(b)
     return b
