@@ -105,6 +105,16 @@ def test_the_toml_the_notebooks_and_the_answers_have_the_same_exercises_in_order
     assert list(ANSWERS) == list(VALUES) == list(exercise.book())
 
 
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_an_exercise_takes_no_name_that_its_chapter_uses(name):
+    def assigned(cells):
+        return set(re.findall(r"^(?:def )?(\w+)(?= = |\()", "\n".join(c.source for c in cells), re.M))
+
+    code = [c for c in NOTEBOOKS[name].cells if c.cell_type == "code"]
+    mine = [c for c in code if "exercise" in c.metadata.get("tags", [])]
+    assert assigned(mine) & assigned(c for c in code if c not in mine) == set()
+
+
 @pytest.mark.parametrize("number", ANSWERS)
 def test_right_answers_are_taken_in_any_unit(number, begin):
     for answer in ANSWERS[number]["right"]:
