@@ -140,11 +140,13 @@ def main() -> None:
                 inexact += [] if row.exact else [f"{start.case}: {row.figure}{inferred}"]
             elif told is not None and not quantized and not start.fit:
                 worst = {"weights": weights, "available KV cache memory": pool}.get(row.figure, [])
-                worst.append((abs(row.error_percent), start.case))
+                worst.append((round(abs(row.error_percent), 2), start.case, not start.inferred))
             shown = "-" if told is None or quantized else f"{told:.2f}" if isinstance(told, float) else str(told)
             print(f"{start.case[:30]:30} {row.figure:32} {shown:>13} {row.logged:>13} {error:>9}  {verdict}{inferred}")
     summary = {"starts": len(starts()), "law_exact": exact, "law_not_exact": inexact}
-    summary |= {"weights_worst_percent": max(weights, default=None), "pool_worst_percent": max(pool, default=None)}
+    for name, each in {"weights": weights, "pool": pool}.items():  # of starts that were not used for the fit
+        summary[f"{name}_worst_percent"] = max(each)[:2]
+        summary[f"{name}_worst_percent_inputs_known"] = max(e for e in each if e[2])[:2]
     print(json.dumps(summary))
 
 
