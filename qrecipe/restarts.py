@@ -1,8 +1,9 @@
 """Lessons that need a start with other flags: such a server for the length of a block, and results of an earlier one.
 
-    python -m qrecipe.restarts RUN/06_multimodal.json
+    python -m qrecipe.restarts RUN/06_multimodal.json [NOTE]
 
-keeps what a chapter run with `restarts=True` found (`finish(restarts=rows)`) as its recorded result for that engine.
+keeps what a chapter run with `restarts=True` found (`finish(restarts=rows)`) as its recorded result for that engine; the
+note says what else a reader must know of the machine.
 """
 
 import json
@@ -48,18 +49,20 @@ def recorded(chapter: Any) -> tuple[list, str]:
     if found is None:
         return [], "nothing recorded"
     kept = json.loads(found.read_text())
-    return kept["restarts"], f"recorded: {kept['device']}, vLLM {kept['versions']['vllm']}, {kept['date'][:10]}"
+    note = f" ({kept['note']})" if kept["note"] else ""
+    return kept["restarts"], f"recorded: {kept['device']}, vLLM {kept['versions']['vllm']}, {kept['date'][:10]}{note}"
 
 
-def keep(result: str | Path) -> Path:
+def keep(result: str | Path, note: str = "") -> Path:
     """Keep the restarts in a chapter's NAME.json as recorded ones."""
     facts = json.loads(Path(result).read_text())
     if not facts.get("restarts"):
         raise BadInput(f"{result} holds no restarts: run its chapter with -p restarts True")
     path = Path(str(FOLDER)) / f"{facts['chapter']}-{facts['engine']}.json"
-    write_whole(path, json.dumps({k: facts[k] for k in KEPT}, indent=1, ensure_ascii=False) + "\n")
+    path.parent.mkdir(exist_ok=True)
+    write_whole(path, json.dumps({k: facts[k] for k in KEPT} | {"note": note}, indent=1, ensure_ascii=False) + "\n")
     return path
 
 
 if __name__ == "__main__":
-    print(keep(sys.argv[1]))
+    print(keep(*sys.argv[1:3]))
