@@ -4,7 +4,7 @@ ENGINE ?= auto
 ARGS ?=
 BIN = .venv/bin
 
-.PHONY: run test test-fast setup lab clean lint
+.PHONY: run test test-fast faults browser screenshots setup lab fresh clean lint
 run: setup
 	@$(BIN)/qrecipe run --engine $(ENGINE) $(ARGS)
 
@@ -14,11 +14,26 @@ test: setup
 test-fast: setup
 	@$(BIN)/python -m pytest -m "not engine" $(ARGS)
 
+# every fault, the slow ones and those on the real engine among them
+faults: setup
+	@QRECIPE_FAULTS=all $(BIN)/python -m pytest tests/faults tests/test_class.py $(ARGS)
+
+# every chapter in JupyterLab in a real browser (minutes); screenshots keeps a picture of each in runs/screenshots
+browser: setup
+	@QRECIPE_BROWSER=all $(BIN)/python -m pytest tests/browser $(ARGS)
+
+screenshots: setup
+	@QRECIPE_BROWSER=all QRECIPE_SCREENSHOTS=runs/screenshots $(BIN)/python -m pytest tests/browser $(ARGS)
+
 setup:
 	@$(PYTHON) -m qrecipe.install --engine $(ENGINE)
 
 lab: setup
-	@$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS) notebooks/01_size_gpu.ipynb
+	@$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS) notebooks/index.md
+
+# takes the outputs out of the notebooks; what was typed into them stays
+fresh: setup
+	@$(BIN)/jupyter nbconvert --log-level ERROR --clear-output --inplace notebooks/[0-9]*.ipynb
 
 lint: setup
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -84,6 +84,8 @@ def key_for(recipe: ServeRecipe, folder: Path, new: bool) -> str | None:
     Raises BadInput for a host that other machines reach and no key.
     """
     key, file = os.environ.get("VLLM_API_KEY"), folder / "api-key"
+    if key in ("", "EMPTY"):  # what clients send where there is none
+        key = None
     if not key and new:
         key = file.read_text() if file.is_file() else secrets.token_urlsafe(32)
     try:

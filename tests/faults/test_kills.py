@@ -1,0 +1,118 @@
+"""Each kill at each stage, on the stub's process tree: nothing is left, the cause is named, the next start works."""
+
+import signal
+import time
+
+import pytest
+from harness import Place, end, until
+
+STAGES = {  # words for the stub, and when the stage is reached
+    "loading": ("load=60", lambda place: place.part("worker")),
+    "before bind": ("load=0.1 bind=60", lambda place: "loading weights" in log(place)),
+    "ready": ("load=0.1", lambda place: place.server().get("status") == "ready"),
+    "in a request": ("load=0.1", lambda place: "takes long" in log(place)),
+}
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP]
+
+
+def log(place) -> str:
+    try:
+        with open(place.server()["log"]) as f:
+            return f.read()
+    except (OSError, KeyError):
+        return ""
+
+
+def at(stage: str, tmp_path, **env):
+    """A place whose server is at this stage, and its one owner."""
+    words, reached = STAGES[stage]
+    place = Place(tmp_path, words, **env)
+    owner = place.owner("begun", ask=stage == "in a request")
+    until(lambda: reached(place))
+    if stage in ("loading", "before bind"):
+        time.sleep(2)  # the supervisor looks for the engine's parts twice a second
+    return place, owner
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda n: n.name)
+@pytest.mark.parametrize("stage", STAGES)
+def test_owner(tmp_path, stage, number):
+    place, owner = at(stage, tmp_path)
+    owner.send_signal(number)
+    owner.wait(20)
+    assert place.clean()
+    assert place.server()["status"] == "stopped"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("part", ["supervisor", "api", "core"])
+def test_part(tmp_path, part, stage):
+    place, owner = at(stage, tmp_path)
+    place.part(part).kill()
+    until(lambda: place.server()["status"] in ("failed", "died"))
+    why = {"supervisor": "its supervisor was killed", "api": "exit code -9", "core": "VLLM::EngineCor"}[part]
+    assert why in place.server()["why"]
+    said = end(owner)
+    if "load" in stage or "bind" in stage:  # its owner was waiting: one sentence with the log's path
+        assert "ServerFailed" in said and place.server()["log"] in said
+    place.good()
+
+
+def test_worker_in_a_request(tmp_path):
+    place, owner = at("in a request", tmp_path)
+    place.part("worker").kill()
+    until(lambda: place.server()["status"] == "died")
+    assert "VLLM::Worker" in place.server()["why"]
+    end(owner)
+    place.good()
+
+
+def test_guard_is_replaced_and_the_new_one_does_its_work(tmp_path):
+    place, owner = at("ready", tmp_path)
+    place.part("guard").kill()
+    time.sleep(1)
+    assert place.server()["status"] == "ready"
+    place.part("supervisor").kill()
+    assert end(owner) == ""
+    place.good()
+
+
+def test_guard_and_supervisor_at_once(tmp_path):
+    """The kernel then ends the API server; the parts of its engine are ended by the next start at the latest."""
+    place, owner = at("ready", tmp_path)
+    guard, supervisor = place.part("guard"), place.part("supervisor")
+    guard.suspend()
+    supervisor.kill()
+    guard.kill()
+    until(lambda: not place.part("api"))
+    end(owner)
+    again = place.owner()
+    assert len([p for p in place.left() if p.name() == "VLLM::EngineCor"]) == 1
+    end(again)
+    place.good()
+
+
+@pytest.mark.parametrize("stage", ["loading", "ready", "in a request"])
+@pytest.mark.parametrize("part", ["api", "core"])
+def test_held_by_a_stop_signal(tmp_path, part, stage):
+    place, owner = at(stage, tmp_path, QRECIPE_STALL="1")
+    place.part(part).suspend()
+    until(lambda: place.server()["status"] in ("failed", "died"))
+    assert "SIGSTOP" in place.server()["why"]
+    end(owner)
+    place.good()
+
+
+@pytest.mark.parametrize("words, why", [("silent", "it stalled"), ("dies", "exit code 1")])
+def test_a_start_that_never_comes(tmp_path, words, why):
+    place = Place(tmp_path, words, QRECIPE_STALL="2")
+    said = end(place.owner("begun"), 30)
+    assert why in place.server()["why"] and place.server()["log"] in said
+    place.good()
+
+
+def test_deaf_to_sigterm(tmp_path):
+    place, owner = at("ready", tmp_path)
+    place.env["STUB"] = "deaf"
+    end(owner)
+    place.good()

@@ -1,0 +1,120 @@
+"""One real server with a key, as a class has it: what it refuses, thirty seats at once, and an engine that dies under it."""
+
+import http.server
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from conftest import is_free, wait_until
+
+pytestmark = pytest.mark.engine
+CAP = 1024
+SEATS, PAPERMILL = 26, ("03_serve", "03_serve", "06_multimodal", "05_dissect_request")
+
+
+@pytest.fixture(scope="module")
+def school(engine):
+    """A kept server with a new key and a cap: (engine, its state, headers with the key, base address)."""
+    words = ["serve", "--engine", "cpu", "--port", engine.port, "--keep", "--new-key"]
+    words += ["--extra", "--override-generation-config", "--extra", json.dumps({"max_new_tokens": CAP})]
+    done = engine.run("qrecipe.cli", *words, timeout=600)
+    assert done.returncode == 0, done.stderr
+    folder = engine.state / f"servers/port-{engine.port}"
+    key = (folder / "api-key").read_text()
+    assert key not in done.stdout + done.stderr and "open without it: /health" in done.stdout
+    yield engine, folder, {"Authorization": f"Bearer {key}"}, f"http://127.0.0.1:{engine.port}"
+    engine.run("qrecipe.cli", "stop", "--port", engine.port)
+    assert engine.clean()
+
+
+def chat(base, headers, content, **more):
+    body = {"model": "qwen3.5-4b", "max_tokens": 1, "messages": [{"role": "user", "content": content}]} | more
+    return httpx.post(base + "/v1/chat/completions", json=body, headers=headers, timeout=600)
+
+
+def test_the_key_is_asked_for_and_is_nowhere_but_in_its_file(school):
+    engine, folder, headers, base = school
+    key = headers["Authorization"].split()[1]
+    assert chat(base, {}, "hello").status_code == chat(base, {"Authorization": "Bearer x"}, "hello").status_code == 401
+    assert chat(base, headers, "hello").status_code == 200
+    for path in ("/health", "/metrics", "/version"):
+        assert httpx.get(base + path).status_code == 200
+    assert oct((folder / "api-key").stat().st_mode & 0o777) == "0o600"
+    assert oct(engine.state.stat().st_mode & 0o777) == "0o700"
+    files = [p for p in engine.state.rglob("*") if p.is_file() and p.suffix in (".json", ".log")]
+    assert len(files) >= 3
+    for file in files:
+        assert key not in file.read_text(errors="replace"), file
+    processes = engine.processes()
+    assert len(processes) >= 2 and not any(key in " ".join(p.cmdline()) for p in processes)
+
+
+def test_a_picture_on_this_very_machine_is_not_fetched(school):
+    _, _, headers, base = school
+    asked = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_error(404)
+
+    own = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=own.serve_forever, daemon=True).start()
+    for host in ("127.0.0.1", "localhost", "[::ffff:127.0.0.1]", "0.0.0.0", "2130706433"):
+        url = f"http://{host}:{own.server_port}/x.png"
+        reply = chat(base, headers, [{"type": "image_url", "image_url": {"url": url}}])
+        assert reply.status_code == 400 and "allowed domains" in reply.text, (host, reply.text)
+    reply = chat(base, headers, [{"type": "image_url", "image_url": {"url": "file:///etc/hostname"}}])
+    assert reply.status_code == 400
+    own.shutdown()
+    assert asked == []
+
+
+def test_no_answer_grows_beyond_the_cap(school):
+    _, _, headers, base = school
+    reply = chat(base, headers, "hello", max_tokens=CAP + 50, ignore_eos=True)
+    assert reply.json()["usage"]["completion_tokens"] == CAP
+
+
+def test_thirty_seats_at_once(school, tmp_path):
+    """Four seats run whole chapters; 26 ask chapter 5's question, each for a length of its own, which its usage must name."""
+    engine, _, headers, base = school
+    env = engine.env | {"VLLM_API_KEY": headers["Authorization"].split()[1], "QRECIPE_STATE": str(tmp_path / "seat")}
+    state, engine.env = engine.env, env
+    runs = [
+        engine.start("qrecipe.cli", "run", name, "--out", tmp_path / f"seat{i}", "-p", "base_url", base + "/v1")
+        for i, name in enumerate(PAPERMILL)
+    ]
+    engine.env = state
+
+    def seat(n: int) -> list[int]:
+        lengths = []
+        while not lengths or (n < 4 and any(r.poll() is None for r in runs)):  # four go on while the chapters run
+            reply = chat(base, headers, f"Seat {n}: explain the KV cache.", max_tokens=16 + n, ignore_eos=True)
+            lengths.append(reply.json()["usage"]["completion_tokens"])
+            time.sleep(1)
+        return lengths
+
+    with ThreadPoolExecutor(SEATS) as pool:
+        got = list(pool.map(seat, range(SEATS)))
+    assert [set(lengths) for lengths in got] == [{16 + n} for n in range(SEATS)]
+    for i, run in enumerate(runs):
+        run.wait(600)
+        verdict = json.loads((tmp_path / f"seat{i}/run.json").read_text())
+        assert verdict["passed"] and verdict["engine"] == "attached", verdict["chapters"]
+        page = (tmp_path / f"seat{i}/index.html").read_text() + (tmp_path / f"seat{i}/run.json").read_text()
+        assert headers["Authorization"].split()[1] not in page
+    assert not (tmp_path / "seat/servers").exists()  # no seat started or stopped anything
+
+
+def test_an_engine_core_killed_under_its_server_ends_it_and_is_named(school):
+    engine, folder, _, _ = school
+    core = next(p for p in engine.processes() if p.name().startswith("VLLM::EngineCor"))
+    core.kill()
+    assert wait_until(lambda: json.loads((folder / "server.json").read_text())["status"] == "died", 30)
+    assert engine.clean() and is_free(engine.port)
+    assert Path(json.loads((folder / "server.json").read_text())["log"]).is_file()
