@@ -67,13 +67,13 @@ def transient(shape: ModelShape, seqs: int, tokens: int, vision: bool, tp: int, 
     sampler = rows * v * SAMPLER_BYTES + 2 * (2 * rows + tokens) * h + held
     stays = top_k_bytes(shape, seqs, tokens)  # first allocated in the sampler: the log takes it off the other phases
     phases = {  # bytes: how
-        sampler: f"sampler: {rows} rows × {v} logits × {SAMPLER_BYTES} B",
-        2 * tokens * (wide + 5 * h) + held - stays: f"forward pass: {tokens} tokens through the widest layer",
-        encoder - stays: f"vision encoder: largest pictures × {pictures}",
+        sampler: f"sampler: {rows} rows × {v} logits × {SAMPLER_BYTES} B + what is held",
+        2 * tokens * (wide + 5 * h) + held - stays: f"forward pass: {tokens} tokens through the widest layer + what is held",
+        encoder - stays: f"vision encoder: {pictures} × the largest picture",
     }
     peak = max(phases)
     band = PEAK_BANDS[2 if pictures > 1 or shape.experts else 0 if seen else 1]
-    return Estimate(peak / GIB, peak / GIB * band, f"{phases[peak]} (+ what is held)")
+    return Estimate(peak / GIB, peak / GIB * band, phases[peak])
 
 
 def graphs(shape: ModelShape, seqs: int, tokens: int, spec: int, eager: bool) -> tuple[Estimate, Estimate]:
