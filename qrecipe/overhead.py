@@ -66,9 +66,10 @@ def transient(shape: ModelShape, seqs: int, tokens: int, vision: bool, tp: int, 
     wide = max(3 * (shape.intermediate or 0) / tp, 3 * gdn / tp, experts * (max(2 * m, h) + m))
     sampler = rows * v * SAMPLER_BYTES + 2 * (2 * rows + tokens) * h + held
     stays = top_k_bytes(shape, seqs, tokens)  # first allocated in the sampler: the log takes it off the other phases
+    forward = 2 * tokens * (wide + 5 * h) + held - stays
     phases = {  # bytes: how
         sampler: f"sampler: {rows} rows × {v} logits × {SAMPLER_BYTES} B + what is held",
-        2 * tokens * (wide + 5 * h) + held - stays: f"forward pass: {tokens} tokens through the widest layer + what is held",
+        forward: f"forward pass: {tokens} tokens through the widest layer + what is held",
         encoder - stays: f"vision encoder: {pictures} × the largest picture",
     }
     peak = max(phases)
