@@ -60,7 +60,11 @@ def main() -> None:
             assert found["tokens"] == 3_464_967, found
             rate = path.stat().st_size / 1e6 / found["seconds"]
             print(f"{name:10} {rate:8.0f} {found['seconds']:8.2f} {found['peak_mb']:8.1f}")
-            result[name] = {"mb_per_s": round(rate, 1), "seconds": round(found["seconds"], 2), "peak_mb": round(found["peak_mb"], 1)}
+            result[name] = {
+                "mb_per_s": round(rate, 1),
+                "seconds": round(found["seconds"], 2),
+                "peak_mb": round(found["peak_mb"], 1),
+            }
             path.unlink()
     print(json.dumps(result))
 

@@ -31,7 +31,9 @@ def _from_path(path: Path) -> Iterator[bytes]:
             raw.seek(0)
             zipped = head[:2] == b"\x1f\x8b"
             if not head:
-                raise BadInput(f"{path} is empty; a vLLM log was expected, for example the output of `vllm serve … 2>&1 | tee FILE`.")
+                raise BadInput(
+                    f"{path} is empty; a vLLM log was expected, for example the output of `vllm serve … 2>&1 | tee FILE`."
+                )
             if not zipped and b"\0" in head and not head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                 raise BadInput(f"{path} is a binary file, not a log; give the text that `vllm serve` printed.")
             yield from _utf8(_unzipped(raw, path) if zipped else iter(lambda: raw.read(BLOCK), b""))

@@ -34,7 +34,9 @@ RULES = [
     _rule("took", "compile_seconds", r"torch\.compile ", "took <n> s"),
     _rule("takes", "compile_seconds", r"torch\.compile ", "takes <n> s"),
     _rule("took", "capture_seconds cuda_graph_gib", r"Graph capturing finished in <n> secs?, ", "took <n> ?GB"),
-    _rule("took", "init_seconds compile_seconds", r"init engine \([^()]*\) ", r"took <n> s\w*(?: \(compilation: <n> s)?"),
+    _rule(
+        "took", "init_seconds compile_seconds", r"init engine \([^()]*\) ", r"took <n> s\w*(?: \(compilation: <n> s)?"
+    ),
     _rule("took", "warmup_seconds", r"Initial profiling/warmup run ", "took <n> s"),
     _rule("GiB", "consumed_gib", "<n> ?", "GiB for consumed memory"),
     _rule("GiB", "weights_gib", "Actual usage(?: is|:) <n> ?", "GiB for weight"),
@@ -72,7 +74,9 @@ RULES = [
     _rule("blocks:", "gpu_blocks", r"(?:GPU|cuda) ", "blocks: <n>"),
     _rule("len ", "max_model_len", "Using max model ", "len <n>"),
     _rule("warmup", "mm_warmup_seconds", r"(?<!eadonly )Multi-modal ", "warmup completed in <n>"),
-    _rule("prefill is enabled", "max_num_batched_tokens", "Chunked ", "prefill is enabled with max_num_batched_tokens=<n>"),
+    _rule(
+        "prefill is enabled", "max_num_batched_tokens", "Chunked ", "prefill is enabled with max_num_batched_tokens=<n>"
+    ),
 ]
 # anchor | field or backend | left | from the anchor on; the value is the one group
 _NAME = r"([A-Za-z][\w.+/-]{0,60})"
@@ -149,10 +153,10 @@ _BREAK = re.compile(r"(?:\r?\n|\\r\\n|\\n)" + PREFIX + r"[ \t]*")
 _START = re.compile(PREFIX)
 _SPACES = re.compile(r"[\t\r\n\u00a0]+ *| {2,}")
 LABEL = re.compile(rb"\(((?:EngineCore|Worker|VllmWorker|Ray\w*Worker)[^()\n]{0,60})\)")
-RECORD = re.compile(rf"(?m)(?:^|[\s>)\"|]){_LEVEL}:? .{{0,40}}?\[?[\w./-]+\.(?:py|cpp):\d+\]|\((?:APIServer|EngineCore|Worker)\w* ?[^()\n]*\)")
-TIME = re.compile(
-    rb"(?:(\d{4})-)?([01]\d)-([0-3]\d)[T ]([0-2]\d):([0-5]\d):([0-6]\d)(?:[.,](\d{1,9}))?"
+RECORD = re.compile(
+    rf"(?m)(?:^|[\s>)\"|]){_LEVEL}:? .{{0,40}}?\[?[\w./-]+\.(?:py|cpp):\d+\]|\((?:APIServer|EngineCore|Worker)\w* ?[^()\n]*\)"
 )
+TIME = re.compile(rb"(?:(\d{4})-)?([01]\d)-([0-3]\d)[T ]([0-2]\d):([0-5]\d):([0-6]\d)(?:[.,](\d{1,9}))?")
 
 
 _LEVEL_AND_TIME = re.compile(rf"\b{_LEVEL}:? \[?(?:\d{{4}}-)?\d\d-\d\d[ T]\d\d:")
