@@ -33,17 +33,17 @@ def restarted(chapter: Any, cache: str = "", **flags: Any) -> Iterator[Server]:
         raise BadInput("restarts starts servers of its own: leave base_url empty")
     if chapter.engine == "gpu":
         chapter.server().stop()
-    recipe = chapter.recipe()
+    recipe = chapter.recipe(**flags)
     env = recipe.env | ({"VLLM_CACHE_ROOT": str(state_dir() / "caches" / cache)} if cache else {})
-    server = Server.start(recipe.with_(port=recipe.port + 1, env=env, **flags))
+    server = Server.start(recipe.with_(port=recipe.port + 1, env=env))
     try:
         yield server
     finally:
         server.stop()
 
 
-def recorded(chapter: Any) -> tuple[list, str]:
-    """(rows, stamp) of this chapter's recorded restarts: those of its engine where there are some, else the CPU engine's."""
+def recorded(chapter: Any) -> tuple[Any, str]:
+    """(what was found, stamp) of this chapter's recorded restarts: those of its engine where there are some, else the CPU engine's."""
     files = [FOLDER / f"{chapter.name}-{engine}.json" for engine in (chapter.engine, "cpu")]
     found = next((f for f in files if f.is_file()), None)
     if found is None:

@@ -1,0 +1,88 @@
+"""Plans over several cards: what they promise is what the memory model says, and their commands are vLLM's."""
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from qrecipe.errors import BadInput
+from qrecipe.memory import budget
+from qrecipe.scale_out import plans
+
+NEED = {"requests": 16, "max_model_len": 32768}
+
+
+def test_every_plan_holds_the_need_and_the_fewest_cards_come_first():
+    found = plans("Qwen3.5-27B", cards=["RTX 4090", "H200"], most=8, **NEED)
+    assert [p.cards for p in found] == sorted(p.cards for p in found)
+    assert all(p.requests >= 16 and p.budget.fits and p.cards <= 8 for p in found)
+    assert {p.card.name for p in found} == {"RTX 4090", "H200"}
+    assert found[0].kind == "one card" and found[0].card.name == "H200"
+    assert len({(p.card.name, p.kind) for p in found}) == len(found)
+
+
+def test_a_plan_is_the_budget_of_its_rank_times_its_copies():
+    found = plans("Qwen3.5-4B", cards=["RTX 4090"], most=8, requests=40, max_model_len=32768)
+    copied = next(p for p in found if p.kind == "copied")
+    alone = budget("Qwen3.5-4B", gpu="RTX 4090", max_model_len=32768)
+    assert copied.tokens == copied.copies * alone.kv_cache_tokens
+    assert (copied.copies - 1) * alone.max_concurrency < 40 <= copied.requests
+    split = next(p for p in found if p.kind.startswith("split"))
+    rank = budget("Qwen3.5-4B", gpu="RTX 4090", max_model_len=32768, tensor_parallel_size=split.tensor)
+    assert split.budget.weights_gib == rank.weights_gib < alone.weights_gib
+    assert split.row()["KV tokens in all"] == split.copies * rank.kv_cache_tokens
+
+
+def test_nothing_fits_is_an_empty_list_and_a_larger_need_never_takes_fewer_cards():
+    assert plans("Qwen3.5-397B-A17B", cards=["RTX 4090"], most=8, **NEED) == []
+    fewest = [
+        plans("Qwen3.5-27B", cards=["H200"], most=16, requests=n, max_model_len=65536)[0].cards for n in (1, 8, 32, 64)
+    ]
+    assert fewest == sorted(fewest) and fewest[-1] > fewest[0]
+
+
+def test_commands_on_one_host_and_on_several():
+    found = plans("Qwen3.5-27B", cards=["RTX 4090"], most=16, per_host=4, requests=16, max_model_len=32768)
+    assert all(p.tensor <= 4 and p.cards <= 4 * p.hosts for p in found)
+    ray = next(p for p in found if p.hosts > 1 and p.copies == 1)
+    lines = ray.commands("Qwen/Qwen3.5-27B")
+    assert lines[0][1].startswith("ray start --head") and lines[1][1].endswith("MASTER:6379")
+    assert "--distributed-executor-backend ray" in lines[2][1]
+    copies = next(p for p in found if p.hosts > 1 and p.copies > 1)
+    first, *others = copies.commands("Qwen/Qwen3.5-27B")
+    assert len(others) == copies.hosts - 1 and "--headless" not in first[1]
+    starts = [int(re.search(r"--data-parallel-start-rank (\d+)", line)[1]) for _, line in others]
+    assert starts == [n * copies.copies // copies.hosts for n in range(1, copies.hosts)]
+
+
+def test_every_flag_of_a_command_is_one_of_vllm_serve():
+    spec = importlib.util.find_spec("vllm")
+    if spec is None:
+        pytest.skip("vllm is not installed")
+    sources = (Path(spec.origin).parent / name for name in ("engine/arg_utils.py", "entrypoints/openai/cli_args.py"))
+    known = set(
+        re.findall(
+            r'"(--[a-z-]+)"',
+            "".join(p.read_text() for p in [*sources, *Path(spec.origin).parent.glob("entrypoints/cli/serve.py")]),
+        )
+    )
+    for per_host in (2, 8):
+        for plan in plans("Qwen3.5-27B", cards=["RTX 4090", "H200"], most=16, per_host=per_host, **NEED):
+            for _, line in plan.commands("Qwen/Qwen3.5-27B"):
+                if line.startswith("vllm"):
+                    assert {w for w in shlex.split(line) if w.startswith("--")} <= known
+
+
+@pytest.mark.parametrize("bad", [{"requests": 0}, {"requests": -1}, {"most": 0}, {"per_host": 0}])
+def test_a_need_that_is_none_is_refused(bad):
+    with pytest.raises(BadInput, match="above zero"):
+        plans("Qwen3.5-4B", cards=["H200"], **({"max_model_len": 4096} | bad))
+
+
+def test_unknown_cards_and_lengths_are_refused():
+    with pytest.raises(BadInput, match="H200"):
+        plans("Qwen3.5-4B", cards=["H20O"], max_model_len=4096)
+    with pytest.raises(BadInput, match="max_model_len"):
+        plans("Qwen3.5-4B", cards=["H200"], max_model_len=-5)
