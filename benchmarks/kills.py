@@ -31,9 +31,9 @@ VICTIMS = [("owner", n) for n in OWNER] + [
 ]
 
 
-def round_(place: Place, victim: tuple[str, signal.Signals], moment: float) -> tuple[str, str, list[str]]:
-    """One kill at `moment` seconds: (what was killed, in which state the server was, what was left)."""
-    owner = place.owner("begun", ask=random.random() < 0.3)
+def round_(place: Place, victim: tuple[str, signal.Signals], moment: float, ask: bool) -> tuple[str, str, list[str]]:
+    """One kill at `moment` seconds, with `ask` while a request runs: (what was killed, in which state the server was, what was left)."""
+    owner = place.owner("begun", ask=ask)
     time.sleep(moment)
     state = place.server().get("status", "not launched")
     target = None if victim[0] == "owner" else place.part(victim[0])
@@ -43,8 +43,7 @@ def round_(place: Place, victim: tuple[str, signal.Signals], moment: float) -> t
         )
     name = f"{victim[0] if target else 'owner'} {victim[1].name}"
     time.sleep(0.5)
-    with suppress(OSError):
-        owner.stdin.close()
+    owner.kill()  # the owner leaves, whatever it is doing
     clean = place.clean(30)
     left = [] if clean else [f"{p.pid} {p.name()}" for p in place.left()] or [f"port {place.port}"]
     for p in place.left():
@@ -70,7 +69,7 @@ def rounds(count: int, real: bool, seed: int, folder: Path, jobs: int) -> dict:
         owner.kill()
         owner.wait()
         assert place.clean(60)
-    plan = [(VICTIMS[i % len(VICTIMS)], dice.uniform(0, span)) for i in range(count)]
+    plan = [(VICTIMS[i % len(VICTIMS)], dice.uniform(0, span), dice.random() < 0.3) for i in range(count)]
     dice.shuffle(plan)
 
     def one(i: int):

@@ -58,8 +58,7 @@ def judge(executed: Path, record: Path, exit_code: int | None) -> Verdict:
     if unrun:  # which cell it was in, papermill does tell
         begun = [c for c in code if (c.metadata.get("papermill") or {}).get("start_time")]
         last = begun[-1] if begun else unrun[0]
-        first, *more = last.source.splitlines()
-        verdict.cell, verdict.line = last.get("id", ""), first + (" ..." if more else "")
+        verdict.cell, verdict.line = last.get("id", ""), begins(last.source)
     elif not verdict.reason:
         verdict.status, verdict.measured = ("skipped" if skipped else "passed"), told["measured"]
         verdict.reason = told.get("why", "") if skipped else ""
@@ -80,9 +79,15 @@ def plain(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", text).strip()[:2000]
 
 
+def begins(source: str) -> str:
+    """A cell by its first line, where nobody knows in which line it ended."""
+    first, *more = source.splitlines()
+    return first + (" ..." if more else "")
+
+
 def failing_line(cell, output) -> str:
-    """The source line that a traceback's arrow points at, "" when it shows none."""
+    """The source line that a traceback's arrow points at, else how the cell begins."""
     for line in reversed("\n".join(output.traceback).splitlines()):
         if m := re.match(r"-+>\s*\d+\s(.*)", plain(line)):
             return m[1].strip()
-    return cell.source.splitlines()[-1] if len(output.traceback) == 1 else ""
+    return begins(cell.source)

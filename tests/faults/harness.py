@@ -9,11 +9,13 @@ from pathlib import Path
 
 import nbformat
 import psutil
+import pytest
 from conftest import ROOT, free_port, is_free, wait_until
 from nbformat.v4 import new_code_cell, new_notebook
 
 STUB = ROOT / "tests/stub"
 ALL = os.environ.get("QRECIPE_FAULTS") == "all"  # also the slow ones and those on the real engine: make faults
+slow = pytest.mark.skipif(not ALL, reason="one of many of its kind: make faults")
 OWNER = """
 import sys
 from qrecipe import serving

@@ -9,7 +9,9 @@ import sys
 import time
 
 import pytest
-from harness import Place, end, until
+from harness import Place, end, slow, until
+
+CORRUPT = [b"", b'{"status": "ready"}', *(pytest.param(c, marks=slow) for c in (b"{", b"\xff\xfe\x00", b"[1, 2]"))]
 
 
 @contextlib.contextmanager
@@ -68,7 +70,7 @@ def test_port_stolen_between_check_and_bind(tmp_path):
     place.good()
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00", b'{"status": "ready"}', b"[1, 2]"], ids=range(5))
+@pytest.mark.parametrize("content", CORRUPT, ids=range(5))
 def test_corrupt_state_file_before_a_start(tmp_path, content):
     place = Place(tmp_path)
     folder = place.state / f"servers/port-{place.port}"

@@ -4,7 +4,7 @@ import signal
 import time
 
 import pytest
-from harness import Place, end, until
+from harness import Place, end, slow, until
 
 STAGES = {  # words for the stub, and when the stage is reached
     "loading": ("load=60", lambda place: place.part("worker")),
@@ -13,6 +13,12 @@ STAGES = {  # words for the stub, and when the stage is reached
     "in a request": ("load=0.1", lambda place: "takes long" in log(place)),
 }
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP]
+
+
+def pairs(stages, others, quick) -> list:
+    """All pairs; those that are not `quick` only where all faults are asked for."""
+    all_ = [(s, o) for s in stages for o in others]
+    return [pytest.param(s, o, id=f"{s}-{getattr(o, 'name', o)}", marks=() if quick(s, o) else slow) for s, o in all_]
 
 
 def log(place) -> str:
@@ -34,8 +40,7 @@ def at(stage: str, tmp_path, **env):
     return place, owner
 
 
-@pytest.mark.parametrize("number", SIGNALS, ids=lambda n: n.name)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage, number", pairs(STAGES, SIGNALS, lambda s, n: n is signal.SIGKILL or s == "ready"))
 def test_owner(tmp_path, stage, number):
     place, owner = at(stage, tmp_path)
     owner.send_signal(number)
@@ -44,8 +49,7 @@ def test_owner(tmp_path, stage, number):
     assert place.server()["status"] == "stopped"
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("part", ["supervisor", "api", "core"])
+@pytest.mark.parametrize("stage, part", pairs(STAGES, ["supervisor", "api", "core"], lambda s, p: s != "before bind"))
 def test_part(tmp_path, part, stage):
     place, owner = at(stage, tmp_path)
     place.part(part).kill()
@@ -92,8 +96,9 @@ def test_guard_and_supervisor_at_once(tmp_path):
     place.good()
 
 
-@pytest.mark.parametrize("stage", ["loading", "ready", "in a request"])
-@pytest.mark.parametrize("part", ["api", "core"])
+@pytest.mark.parametrize(
+    "stage, part", pairs(STAGES, ["api", "core"], lambda s, p: (s, p) in (("loading", "api"), ("ready", "core")))
+)
 def test_held_by_a_stop_signal(tmp_path, part, stage):
     place, owner = at(stage, tmp_path, QRECIPE_STALL="1")
     place.part(part).suspend()

@@ -7,13 +7,16 @@ import signal
 import subprocess
 import sys
 import time
+from operator import attrgetter
 
 import pytest
 from conftest import is_free, wait_until
-from harness import ALL, CLOSE, Place, tiny_model, until
+from harness import CLOSE, Place, slow, tiny_model, until
 from test_ground import fill, small_disk
 
 SERVER = "server = chapter.server()"
+MORE = [pytest.param(signal.SIGTERM, marks=slow), signal.SIGKILL]
+name = attrgetter("name")
 
 
 def executed(place, out="out") -> str:
@@ -33,7 +36,7 @@ def checked(place, result, reason: str, code: int = 1) -> dict:
 
 ENDS = {
     "an error": ("print('kept')\n1 / 0", "ZeroDivisionError", "1 / 0"),
-    "sys.exit": ("print('kept')\nimport sys; sys.exit(0)", "SystemExit", "import sys; sys.exit(0)"),
+    "sys.exit": ("print('kept')\nimport sys; sys.exit(0)", "SystemExit", "print('kept') ..."),
     "a dead kernel": ("print('kept')\nimport os; os._exit(0)", "not run", "print('kept') ..."),
     "no finish": ("print('kept')", "closing line", ""),
 }
@@ -58,7 +61,7 @@ def test_notebook_that_never_ends(tmp_path, limit):
     place.good()
 
 
-@pytest.mark.parametrize("megabytes", [20, pytest.param(200, marks=pytest.mark.skipif(not ALL, reason="make faults"))])
+@pytest.mark.parametrize("megabytes", [20, pytest.param(200, marks=slow)])
 def test_notebook_that_prints_very_much(tmp_path, megabytes):
     place = Place(tmp_path)
     code, said, run = place.run(f"for _ in range({megabytes}):\n    print('kept' * 250_000)", CLOSE)
@@ -94,7 +97,7 @@ def test_output_folder_that_exists(tmp_path):
     assert place.clean()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda n: n.name)
+@pytest.mark.parametrize("number", [signal.SIGINT, *MORE, pytest.param(signal.SIGHUP, marks=slow)], ids=name)
 def test_interrupted_run_is_run_again(tmp_path, number):
     place = Place(tmp_path)
     cells = (
@@ -117,7 +120,7 @@ def test_interrupted_run_is_run_again(tmp_path, number):
     place.good()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=slow), *MORE], ids=name)
 def test_papermill_by_hand_is_ended(tmp_path, number):
     place = Place(tmp_path)
     place.run("print('kept')", SERVER, "import time; time.sleep(300)", wait=False).kill()
