@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from qrecipe.cards import cards
-from qrecipe.errors import RecipeError
+from qrecipe.errors import NotCovered, RecipeError
 from qrecipe.log_words import is_quiet, message, plain
 from qrecipe.memory import GIB, ROUNDING_GIB, Budget, budget, flags_of
 from qrecipe.shape import ModelShape, bundled_shapes
@@ -102,7 +102,10 @@ class _Case(dict):
 
             with suppress(RecipeError):
                 log = read_log([r + "\n" for r in rows])
-        self.log, self.shape, self.flags = log, shape, flags_of(log) if log else {}
+        try:
+            self.log, self.shape, self.flags = log, shape, flags_of(log) if log else {}
+        except NotCovered:  # the log's figures are good, the law does not hold for it
+            self.log, self.shape, self.flags = log, None, {}
         self.share = self.flags.get("gpu_memory_utilization") or 0.92
 
     def __missing__(self, name: str) -> Any:
@@ -111,6 +114,8 @@ class _Case(dict):
     @cached_property
     def start(self) -> Budget | None:
         """The budget of the start, or None where the model is unknown or the log's block size disagrees."""
+        if not self.flags:
+            return None
         named = Path(str(self.log.flags.get("model") or self.log.flags.get("model_tag") or "")).name if self.log else ""
         if not self.shape and named.lower() not in map(str.lower, bundled_shapes()):
             return None

@@ -14,7 +14,7 @@ from typing import Any
 from qrecipe import overhead
 from qrecipe.cards import Card, find_card, parse_size
 from qrecipe.checks import check_number, version_tuple
-from qrecipe.errors import BadInput
+from qrecipe.errors import BadInput, NotCovered
 from qrecipe.overhead import GIB, Estimate
 from qrecipe.pool import TOKENS_FROM_CONCURRENCY, Pool, plan_pool
 from qrecipe.shape import ModelShape, load_shape
@@ -230,7 +230,8 @@ def _estimates(b: Budget) -> dict[str, Estimate]:
     if all(batch):
         if b.total_gib is not None:
             found["non_torch_gib"] = overhead.non_torch(*batch, b.total_gib, f.enforce_eager, ranks)
-        peak = overhead.transient(*batch, not b.text_only, f.tensor_parallel_size, bool(w and w.method))
+        online = w is not None and w.method == "fp8" and not b.shape.quantization
+        peak = overhead.transient(*batch, not b.text_only, f.tensor_parallel_size, online)
         graphs, found["cuda_graph_gib"] = overhead.graphs(*batch, f.speculative_tokens, f.enforce_eager)
         found["cuda_graph_estimate_gib"] = graphs
         inside = graphs if version_tuple(f.vllm_version) >= GRAPHS_IN_PEAK else Estimate(0.0, 0.0, "")
@@ -317,8 +318,10 @@ def longest_of(found: Budget) -> int:
 
 
 def flags_of(log: Any) -> dict[str, Any]:
-    """The settings of `budget` that a StartupLog names."""
+    """The settings of `budget` that a StartupLog names. NotCovered: its speculation is not by the model's own MTP layers."""
     spec, named = log.flags.get("speculative_config"), log.flags
+    if isinstance(spec, dict) and "mtp" not in (method := str(spec.get("method") or "mtp")):
+        raise NotCovered(f"speculation by {method!r} is not covered; covered is mtp, by the model's own layers")
     flags = {k: v for k, v in named.items() if k in Flags.__dataclass_fields__}
     flags |= {"max_model_len": log.max_model_len, "vllm_version": log.vllm_version}
     flags["speculative_tokens"] = spec.get("num_speculative_tokens") if isinstance(spec, dict) else None

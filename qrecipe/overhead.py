@@ -17,8 +17,8 @@ BIG_CARD_GIB = 70  # vLLM's own threshold for larger batch defaults
 PICTURE_TOKENS = {True: 16_384, False: 256}  # of the largest picture: Qwen's tower with a merger, Gemma's without
 SAMPLER_BYTES = 14  # a logit: in 16 and in 32 bits, its probability, the noise
 TOP_K_ROWS = 132  # rows of 32-bit logits that the top-k kernel keeps for good: one a multiprocessor (132 on an H200)
-GRAPH_GIB = 0.0088  # each full graph (51 piecewise + 51 full: 0.50 estimated, 0.66 actual; 51 + 35: 0.36 and 0.52)
-GRAPHS_ESTIMATE_GIB, GRAPHS_ACTUAL_GIB = 0.05, 0.21  # on top of the full graphs
+GRAPH_GIB = 0.0088  # a full graph of 32 layers (51 piecewise + 51 full: 0.50 estimated, 0.66 actual; + 35: 0.36, 0.52)
+PIECEWISE_GIB = 0.001, 0.0041  # a piecewise graph, estimated (vLLM's own minimum) and actual
 CUDA_GIB = {True: 0.30, False: 0.18}  # kernels and their workspaces; big card or not (0.3 to 0.5 in all on 24 GB cards)
 CUDA_GRAPHS_GIB, CUDA_RANKS_GIB = 0.16, 0.5  # with graphs (0.62 in all on the H200); with NCCL (assumed)
 PEAK_BANDS = (0.03, 0.15, 0.35)  # relative: phases seen on Qwen3.5, on other families, and what no start has shown
@@ -59,7 +59,8 @@ def transient(shape: ModelShape, seqs: int, tokens: int, vision: bool, tp: int, 
         pictures = max(1, tokens // size)
         patches = pictures * (size * t.merge**2 if t.merger else t.positions)
         held = 2 * pictures * size * h + 2 * patches * t.patch  # the pictures and what the encoder made of them
-        block = max(12 * t.hidden, 4 * t.hidden + 2 * t.intermediate / tp) + quantized * t.hidden / 2
+        attention, mlp = 6 * t.hidden * (1 + 1 / tp), 4 * t.hidden + 2 * t.intermediate / tp
+        block = max(attention, mlp) + quantized * t.hidden / 2
         encoder = 2 * patches * (block + t.patch + 64)
     gdn = 2 * (shape.gdn_k_heads * shape.gdn_k_dim + shape.gdn_v_heads * shape.gdn_v_dim)
     m, experts = shape.moe_intermediate / tp, shape.experts_per_token
@@ -78,16 +79,15 @@ def transient(shape: ModelShape, seqs: int, tokens: int, vision: bool, tp: int, 
 
 
 def graphs(shape: ModelShape, seqs: int, tokens: int, spec: int, eager: bool) -> tuple[Estimate, Estimate]:
-    """(vLLM's own estimate before capture, actual size after it), scaled by hidden size × layers."""
+    """(vLLM's own estimate before capture, actual size after it), by the number of graphs and of layers."""
     if eager:
         return (Estimate(0.0, 0.0, "no graphs: --enforce-eager"),) * 2
     limit = min(2 * seqs * (1 + spec), 512, tokens)
     sizes = [i for i in (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)) if i <= limit]  # captured by 0.27.0
-    full = sum(s <= seqs * (1 + spec) for s in sizes)
-    scale = (shape.hidden or 2560) * len(shape.layers) / (2560 * 32)
-    estimate = scale * (GRAPHS_ESTIMATE_GIB + GRAPH_GIB * full)
-    actual, other = GRAPHS_ACTUAL_GIB + GRAPH_GIB * full * scale**0.5, abs(scale - 1) >= 0.01
-    how = f"{len(sizes)} piecewise + {full} full graphs, × {scale:.2f} for hidden size × layers (1: Qwen3.5-4B on an H200)"
+    full, layers = sum(s <= seqs * (1 + spec) for s in sizes), len(shape.layers)
+    estimate, actual = (len(sizes) * piece + full * GRAPH_GIB * layers / 32 for piece in PIECEWISE_GIB)
+    other = shape.hidden != 2560 or layers != 32
+    how = f"{len(sizes)} piecewise + {full} full graphs of {layers} layers (fitted on Qwen3.5-4B on an H200)"
     after = Estimate(actual, actual * ACTUAL_BANDS[other], f"{how}; actual − estimate comes on top of the peak")
     return Estimate(estimate, estimate * ESTIMATE_BANDS[other], how), after
 
