@@ -224,10 +224,11 @@ def _threads(base_url: str) -> list[Path]:
     """schedstat files of this thread and, when the server is on this machine, of its API server's event loop."""
     import psutil
 
-    ids = [os.getpid()]
+    ids, where = [os.getpid()], urlsplit(base_url)
     with suppress(psutil.Error, ValueError):
-        port = urlsplit(base_url).port
-        ids += [c.pid for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port and c.pid]
+        if where.hostname in ("127.0.0.1", "localhost", "::1"):
+            found = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == where.port]
+            ids += [c.pid for c in found if c.pid]
     return [file for i in ids if (file := Path(f"/proc/{i}/task/{i}/schedstat")).is_file()]
 
 

@@ -26,6 +26,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 LARGEST_ASPECT = 200  # the processor refuses longer and thinner pictures
 LARGEST_PIXELS = 89_478_485  # Pillow's own bomb limit: a quarter of a GiB as RGB
 LARGEST_FILE = 64 * 2**20
+_BOMB = f"{{}} unpacks to {{}} than {LARGEST_PIXELS} pixels: refused as a decompression bomb; resize it."
 FRAME_TOKENS = 2  # <|vision_start|> before and <|vision_end|> after the picture's tokens
 
 
@@ -70,8 +71,7 @@ def image_tokens(
             raise BadInput(f"{name} is {value!r}: it must be a whole number of at least 1.")
     if not 0 < min_pixels <= max_pixels:
         raise BadInput(f"min_pixels {min_pixels} and max_pixels {max_pixels}: the first must be positive and not the larger.")
-    if max(width, height) / min(width, height) > LARGEST_ASPECT:
-        raise BadInput(f"{width} x {height}: one side is more than {LARGEST_ASPECT} times the other; crop or pad the picture.")
+    _check_aspect(width, height, "the picture")
     unit = patch * merge
     h, w = round(height / unit) * unit, round(width / unit) * unit
     if h * w > max_pixels:
@@ -84,6 +84,11 @@ def image_tokens(
         w = math.ceil(width * scale / unit) * unit
     tokens = (h // unit) * (w // unit)
     return ImageTokens(width, height, w, h, w // patch, h // patch, tokens, tokens + FRAME_TOKENS, patch, merge)
+
+
+def _check_aspect(width: int, height: int, name: str) -> None:
+    if max(width, height) / min(width, height) > LARGEST_ASPECT:
+        raise BadInput(f"{name} is {width} x {height}: one side is more than {LARGEST_ASPECT} times the other; crop or pad it.")
 
 
 def processor_limits(model_dir: str | Path) -> dict[str, int]:
@@ -122,18 +127,17 @@ def check_image(source: str | Path | bytes | Image) -> Image:
         except UnidentifiedImageError:
             raise BadInput(f"{name} is not a picture of a known kind: expected {', '.join(FORMATS)}.") from None
         except pil.DecompressionBombError:
-            raise BadInput(f"{name} unpacks to far more than {LARGEST_PIXELS} pixels: refused as a decompression bomb; resize it.") from None
+            raise BadInput(_BOMB.format(name, "far more")) from None
         except Exception as error:  # Pillow raises many kinds on broken headers
             raise BadInput(f"{name} is broken ({error}): save it again from a picture program.") from error
     width, height = picture.size
     if width < 1 or height < 1:
         raise BadInput(f"{name} is {width} x {height} pixels: there is nothing in it.")
     if width * height > LARGEST_PIXELS:
-        raise BadInput(f"{name} unpacks to {width} x {height} pixels, more than {LARGEST_PIXELS}: refused as a decompression bomb; resize it.")
+        raise BadInput(_BOMB.format(name, f"{width} x {height}, more"))
     if getattr(picture, "is_animated", False):
         raise BadInput(f"{name} has {picture.n_frames} frames: send one of them as a still picture.")
-    if max(width, height) / min(width, height) > LARGEST_ASPECT:
-        raise BadInput(f"{name} is {width} x {height}: one side is more than {LARGEST_ASPECT} times the other; crop or pad it.")
+    _check_aspect(width, height, name)
     try:
         picture.load()
         picture = ImageOps.exif_transpose(picture)
@@ -146,24 +150,21 @@ def check_image(source: str | Path | bytes | Image) -> Image:
 
 
 def _read(source: str | Path | bytes) -> tuple[bytes, str]:
-    if isinstance(source, bytes):
-        data, name = source, f"the picture of {len(source)} bytes"
-    elif isinstance(source, (str, Path)):
-        if str(source).startswith(("http://", "https://", "data:")):
-            raise BadInput("check_image takes a file or bytes, not a URL: nothing is fetched unless you fetch it yourself.")
-        name = str(source)
-        try:
-            if Path(source).stat().st_size > LARGEST_FILE:
-                raise BadInput(f"{name} is larger than {LARGEST_FILE // 2**20} MiB: save it smaller.")
-            data = Path(source).read_bytes()
-        except OSError as error:
-            raise BadInput(f"{name} cannot be read ({error.strerror}): give the path of a picture.") from error
-    else:
+    """The bytes of a file, or those given, and what to call them in an error."""
+    if not isinstance(source, (bytes, str, Path)):
         raise BadInput(f"a picture must be a path, bytes or a PIL image, not {type(source).__name__}.")
+    if not isinstance(source, bytes) and str(source).startswith(("http://", "https://", "data:")):
+        raise BadInput("check_image takes a file or bytes, not a URL: nothing is fetched unless you fetch it yourself.")
+    name = f"the picture of {len(source)} bytes" if isinstance(source, bytes) else str(source)
+    try:
+        size = len(source) if isinstance(source, bytes) else Path(source).stat().st_size
+        if size > LARGEST_FILE:
+            raise BadInput(f"{name} is larger than {LARGEST_FILE // 2**20} MiB: save it smaller.")
+        data = source if isinstance(source, bytes) else Path(source).read_bytes()
+    except OSError as error:
+        raise BadInput(f"{name} cannot be read ({error.strerror}): give the path of a picture.") from error
     if not data:
         raise BadInput(f"{name} is empty (0 bytes): give a picture.")
-    if len(data) > LARGEST_FILE:
-        raise BadInput(f"{name} is larger than {LARGEST_FILE // 2**20} MiB: save it smaller.")
     return data, name
 
 

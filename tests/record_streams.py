@@ -1,6 +1,7 @@
 """Record streams of a running server into tests/data/streams.
 
-    qrecipe serve --keep --extra=--enable-auto-tool-choice --extra=--tool-call-parser --extra=qwen3_xml
+    qrecipe serve --keep --extra=--enable-auto-tool-choice --extra=--tool-call-parser --extra=hermes \\
+        --extra=--structured-outputs-config '--extra={"backend": "xgrammar", "disable_any_whitespace": true}'
     python tests/record_streams.py [--url U] [NAME …]
     python tests/record_streams.py --kill engine      (ends that server; again with --kill server on another)
 
