@@ -48,7 +48,7 @@ def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
     """Write `text` so that a reader of `path` sees the old file or the new one, never half of it."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:80]}-")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as f:
+        with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as f:
             f.write(text)
         os.chmod(name, mode & ~_umask())
         os.replace(name, path)

@@ -1,0 +1,57 @@
+"""What a run leaves for people and machines: a page that runs nothing, JUnit XML, a summary that no log can break out of."""
+
+from xml.etree import ElementTree
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook, new_output
+
+from qrecipe.report import LONGEST, write_junit, write_report, write_summary
+
+EVIL = "<script>alert(1)</script> ```` \x1b[31m \x00 ]]> & \ud800 <img src=x onerror=alert(1)>"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run whose every text is hostile, and its executed notebook."""
+    cell = new_code_cell("print('x')", execution_count=1)
+    cell.outputs = [
+        new_output("stream", text=EVIL.replace("\ud800", "")),
+        new_output("stream", text="y" * (LONGEST + 1234567)),
+    ]
+    nbformat.write(new_notebook(cells=[cell]), tmp_path / "03_x.ipynb")
+    chapters = [
+        {"name": "03_x", "status": "failed", "seconds": 1.0, "reason": EVIL, "cell": EVIL, "line": EVIL, "mend": EVIL, "log_tail": EVIL, "measured": {}},
+        {"name": "04_y", "status": "passed", "seconds": 2.0, "reason": "", "cell": "", "line": "", "mend": "", "log_tail": "", "measured": {EVIL: {"value": EVIL, "unit": EVIL}}},
+        {"name": "05_z", "status": "skipped", "seconds": 0.0, "reason": "no GPU", "cell": "", "line": "", "mend": "", "log_tail": "", "measured": {}},
+    ]  # fmt: skip
+    return {
+        "passed": False, "date": "2026-11-30T02:00:00+00:00", "seconds": 3.0, "engine": "cpu", "reason": EVIL, "device": EVIL, "versions": {"vllm": EVIL},
+        "lock": "cpu.txt", "lock_sha256": None, "lock_departures": [EVIL], "note": EVIL, "weights": "real", "model": {"name": EVIL},
+        "server": {"ready_seconds": 1.0, "log": EVIL}, "chapters": chapters,
+    }  # fmt: skip
+
+
+def test_the_page_shows_hostile_text_and_runs_none_of_it(tmp_path, run):
+    page = write_report(tmp_path, run).read_bytes().decode("utf-8", "replace")
+    assert "default-src 'none'" in page
+    assert "<script" not in page and "<img src=x" not in page and "&lt;script&gt;alert(1)" in page
+    assert "and 1,234,567 more characters in 03_x.ipynb" in page and len(page) < 300_000
+
+
+def test_junit_xml_can_be_read_whatever_the_log_held(tmp_path, run):
+    suite = ElementTree.parse(write_junit(tmp_path, run)).getroot()
+    assert {k: suite.get(k) for k in ("tests", "failures", "skipped")} == {
+        "tests": "3",
+        "failures": "1",
+        "skipped": "1",
+    }
+    assert [c.get("name") for c in suite] == ["03_x", "04_y", "05_z"]
+    assert "<script>alert(1)</script>" in suite[0][0].text and suite[2][0].get("message") == "no GPU"
+
+
+def test_a_log_cannot_break_out_of_the_summary(tmp_path, run):
+    text = write_summary(tmp_path, run).read_bytes().decode("utf-8", "replace")
+    fenced = text.split("`````text\n")
+    assert len(fenced) == 4 and all("`````" in part for part in fenced[1:])
+    assert "| 04_y | passed | 2 |" in text
