@@ -15,8 +15,8 @@ from .paths import write_whole
 LONGEST = 50_000  # characters of one output that the page shows; the executed notebook holds all
 CSS = """
 :root{color-scheme:light}*{box-sizing:border-box}body{font:16px/1.55 system-ui,sans-serif;color:#1a1a1a;background:#fff;margin:0 auto;max-width:62rem;padding:1rem}
-h1{font-size:1.6rem;margin:.6rem 0}h2{font-size:1.25rem;margin:1.4rem 0 .4rem}table{border-collapse:collapse;margin:.6rem 0;font-size:.92rem}
-th,td{text-align:left;padding:.25rem .6rem;border-bottom:1px solid #ddd;vertical-align:top;overflow-wrap:anywhere}th{border-bottom:2px solid #888}
+h1{font-size:1.6rem;margin:.6rem 0}h2{font-size:1.25rem;margin:1.4rem 0 .4rem}table{border-collapse:collapse;margin:.6rem 0;font-size:.92rem;display:block;max-width:100%;overflow-x:auto}
+th,td{text-align:left;padding:.25rem .6rem;border-bottom:1px solid #ddd;vertical-align:top;overflow-wrap:break-word}th{border-bottom:2px solid #888}
 .wide{overflow-x:auto}.passed{color:#00674a;font-weight:600}.failed{color:#a3261b;font-weight:600}.skipped{color:#6b5900;font-weight:600}
 pre{background:#f5f5f5;padding:.5rem .7rem;overflow-x:auto;font-size:.85rem;line-height:1.4;margin:.4rem 0;white-space:pre-wrap;overflow-wrap:anywhere}
 section.chapter{border-top:3px solid #0072b2;margin-top:2.4rem;padding-top:.4rem}img,svg{max-width:100%;height:auto}
