@@ -4,7 +4,7 @@ ENGINE ?= auto
 ARGS ?=
 BIN = .venv/bin
 
-.PHONY: run test test-fast faults browser screenshots setup lab fresh clean lint
+.PHONY: run test test-fast faults parallel browser screenshots setup lab fresh clean lint
 run: setup
 	@$(BIN)/qrecipe run --engine $(ENGINE) $(ARGS)
 
@@ -17,6 +17,10 @@ test-fast: setup
 # every fault, the slow ones and those on the real engine among them
 faults: setup
 	@QRECIPE_FAULTS=all $(BIN)/python -m pytest tests/faults tests/test_class.py $(ARGS)
+
+# one model on two ranks and as two copies, on the real engine (minutes)
+parallel: setup
+	@QRECIPE_PARALLEL=all $(BIN)/python -m pytest tests/test_parallel.py $(ARGS)
 
 # every chapter in JupyterLab in a real browser (minutes); screenshots keeps a picture of each in runs/screenshots
 browser: setup
