@@ -139,7 +139,7 @@ def run_book(
                 given = shares[notebook] | ({} if attached else {"engine": engine})
                 v = run_chapter(notebook, given, folder, cell_limit, left, env)
                 if v.status == "failed":
-                    explain(v, serving.read_state(held).get("log") if held else None)
+                    explain(v, serving.read_state(held) if held else {})
                 verdicts.append(v)
                 say(
                     f"{v.name}: {v.status}, {v.seconds:.0f} s"
@@ -200,15 +200,17 @@ def run_chapter(
     return verdict
 
 
-def explain(verdict: Verdict, log: str | None) -> None:
-    """Add the server log's last lines and, from the log or else from the error itself, the mend."""
+def explain(verdict: Verdict, state: dict) -> None:
+    """Add the server log's last lines and, from the server's end, its log or else the error itself, cause and mend."""
     from .diagnosis import diagnose
 
+    log = state.get("log")
     found = serving.diagnosis(log) if log else None
     if not found and (failure := diagnose(verdict.reason)) and failure.known:
         found = asdict(failure)
+    ended = f"the server {state['status']}: {state['why']}" if state.get("status") in ("failed", "died") else ""
     verdict.log_tail = serving.tail(log) if log else ""
-    verdict.mend = f"{found['cause']}. Mend: {found['mend']}" if found else ""
+    verdict.mend = ". ".join(filter(None, [ended, f"{found['cause']}. Mend: {found['mend']}" if found else ""]))
 
 
 def new_run_folder(out: str | Path | None) -> Path:

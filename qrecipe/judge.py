@@ -86,8 +86,9 @@ def begins(source: str) -> str:
 
 
 def failing_line(cell, output) -> str:
-    """The source line that a traceback's arrow points at, else how the cell begins."""
+    """The line of the cell that a traceback's last arrow into it points at, else how the cell begins."""
+    own = {line.strip() for line in cell.source.splitlines()}
     for line in reversed("\n".join(output.traceback).splitlines()):
-        if m := re.match(r"-+>\s*\d+\s(.*)", plain(line)):
+        if (m := re.match(r"-+>\s*\d+\s(.*)", plain(line))) and m[1].strip() in own:
             return m[1].strip()
     return begins(cell.source)

@@ -122,7 +122,7 @@ class Supervisor:
         for process, name in self.engine.items():
             if not process.alive():
                 return "died", f"its process {name} ({process.pid}) is gone"
-        if looks % (2 if starting else 8) == 0:
+        if looks % (2 if starting or self.seen.keys() - self.engine.keys() else 8) == 0:
             return self.stalled("failed" if starting else "died")
         return None
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import nbformat
@@ -36,6 +37,17 @@ sys.stdin.read()
 """
 OPEN = 'import qrecipe\nchapter = qrecipe.begin("01_x", engine=engine, model=model, weights=weights, port=port)'
 CLOSE = "qrecipe.finish({})"
+
+
+@pytest.fixture(autouse=True)
+def swept(tmp_path):
+    """Whatever a failed test has left in its places is ended."""
+    yield
+    needle = f"QRECIPE_STATE={tmp_path}".encode()
+    for process in psutil.process_iter():
+        with suppress(OSError, psutil.Error):
+            if any(v.startswith(needle) for v in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")):
+                process.kill()
 
 
 class Place:
@@ -148,7 +160,7 @@ def tiny_model(folder: Path) -> None:
     save_file({"w": numpy.zeros(4, numpy.float32)}, folder / "model.safetensors")
 
 
-def until(condition, seconds: float = 15) -> None:
+def until(condition, seconds: float = 30) -> None:
     """Wait for a stage; a stage that does not come is an error of the test."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from harness import Place, end, slow, until
+from harness import Place, end, slow, swept, until  # noqa: F401 - swept is a fixture
 
 pytestmark = [pytest.mark.engine, slow]
 STAGES = {

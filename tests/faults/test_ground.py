@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from harness import Place, end, slow, until
+from harness import Place, end, slow, swept, until  # noqa: F401 - swept is a fixture
 
 CORRUPT = [b"", b'{"status": "ready"}', *(pytest.param(c, marks=slow) for c in (b"{", b"\xff\xfe\x00", b"[1, 2]"))]
 

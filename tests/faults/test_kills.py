@@ -4,7 +4,7 @@ import signal
 import time
 
 import pytest
-from harness import Place, end, slow, until
+from harness import Place, end, slow, swept, until  # noqa: F401 - swept is a fixture
 
 STAGES = {  # words for the stub, and when the stage is reached
     "loading": ("load=60", lambda place: place.part("worker")),
@@ -34,9 +34,10 @@ def at(stage: str, tmp_path, **env):
     words, reached = STAGES[stage]
     place = Place(tmp_path, words, **env)
     owner = place.owner("begun", ask=stage == "in a request")
-    until(lambda: reached(place))
-    if stage in ("loading", "before bind"):
-        time.sleep(2)  # the supervisor looks for the engine's parts twice a second
+    until(lambda: reached(place) and place.part("api"))
+    if stage == "ready":
+        assert owner.stdout.readline() == "ready\n"
+    time.sleep(1.5)  # the supervisor has seen the engine's parts twice
     return place, owner
 
 
