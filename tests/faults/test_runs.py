@@ -11,7 +11,7 @@ from operator import attrgetter
 
 import pytest
 from conftest import is_free, wait_until
-from harness import CLOSE, Place, slow, tiny_model, swept, until  # noqa: F401 - swept is a fixture
+from harness import CLOSE, Place, slow, swept, tiny_model, until  # noqa: F401 - swept is a fixture
 from test_ground import fill, small_disk
 
 SERVER = "server = chapter.server()"
