@@ -225,3 +225,58 @@ def test_a_run_s_own_failed_start_is_not_tried_again_by_its_chapters(stub, port,
     with pytest.raises(ServerFailed, match="Log: "):
         Server.start(ServeRecipe("stub", port=port))
     assert serving.read_state(serving.server_folder(port)) == state
+
+
+def test_another_host_is_refused_without_a_key_and_a_new_key_stays_in_its_file(stub, port, monkeypatch):
+    open_ = ServeRecipe("stub", port=port, host="0.0.0.0")
+    with pytest.raises(BadInput, match="host 0.0.0.0 lets other machines in and there is no API key"):
+        Server.start(open_)
+    server = Server.start(open_, new_key=True)
+    file = server.folder / "api-key"
+    assert len(server.api_key) >= 40 and file.read_text() == server.api_key and file.stat().st_mode & 0o777 == 0o600
+    assert server.api_key not in repr(server) + (server.folder / "server.json").read_text() + server.log.read_text()
+    assert serving.status(port)[0]["key_file"] == str(file)
+    with pytest.raises(BadInput, match="wants an API key"):
+        Server.attach(server.base_url)
+    with pytest.raises(BadInput, match="wants another API key"):
+        Server.attach(server.base_url, "wrong")
+    server.stop()
+    assert Server.start(open_, new_key=True).api_key == server.api_key  # the students' line stays good
+
+
+def test_a_server_with_a_key_is_not_joined_without_one_and_no_key_is_no_key(stub, port, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "EMPTY")
+    server = Server.start(ServeRecipe("stub", port=port))
+    assert server.api_key == "EMPTY" and not (server.folder / "api-key").exists()
+    monkeypatch.setenv("VLLM_API_KEY", "mine")
+    with pytest.raises(BadInput, match="an API key instead of none"):
+        Server.start(ServeRecipe("stub", port=port))
+
+
+@pytest.mark.parametrize("words", [("--api-key", "x"), ("--host=0.0.0.0",), ("--port", "1")])
+def test_words_that_would_go_round_the_checks_are_refused(stub, port, words):
+    with pytest.raises(BadInput, match=f"{words[0].split('=')[0]} among the extra words"):
+        Server.start(ServeRecipe("stub", port=port, extra=words))
+
+
+def test_one_who_joins_with_keep_keeps_it(stub, port):
+    server = Server.start(ServeRecipe("stub", port=port))
+    Server.start(ServeRecipe("stub", port=port), keep=True).leave()
+    time.sleep(1)
+    assert serving.status(port)[0] | {"owners": 0} == serving.status(port)[0] and serving.status(port)[0]["keep"]
+    server.stop()
+
+
+def test_a_gpu_in_use_is_named_before_anything_starts(stub, port, monkeypatch):
+    def smi(*words):
+        return (
+            "4242, python, 60000 MiB\n"
+            if any("compute-apps" in w for w in words)
+            else "0, 20480, 81920\n1, 81000, 81920\n"
+        )
+
+    monkeypatch.setattr("qrecipe.facts._output", smi)
+    with pytest.raises(BadInput, match=r"GPU 0 has 20.0 of 80.0 GiB free, 0.90.*4242, python.*utilization to 0.24"):
+        Server.start(ServeRecipe("stub", port=port))
+    assert serving.status(port) == []
+    Server.start(ServeRecipe("stub", port=port, gpu_memory_utilization=0.2))
