@@ -250,55 +250,45 @@ def _token_entries(choice: Any) -> list | None:
 def _count(arrivals: list[_Arrival], sources: set[str], total: int | None, tokenizer: Any, notes: list[str]) -> str:
     """Fill `tokens` of each arrival; returns the source: the server's count, the tokenizer, or shares of the usage."""
     carrying = [a for a in arrivals if any(text for _, text in a.parts)]
-    for a in arrivals:
-        if a.parts == [("role", "")] and a.tokens is None:
-            a.tokens = 0
-    if all(a.tokens is not None for a in carrying) and sources:
+    if sources and all(a.tokens is not None for a in carrying):
         for a in arrivals:
             a.tokens = max(0, a.tokens or 0)
-        return sorted(sources)[-1]
-    lengths = [sum(len(text) for _, text in a.parts) for a in carrying]
+        return max(sources)
+    texts = ["".join(text for _, text in a.parts) for a in carrying]
+    counts, source = [1] * len(carrying), "usage, one token a chunk"
+    if tokenizer is not None:
+        counts, source = [max(1, len(tokenizer.encode(text, add_special_tokens=False))) for text in texts], "tokenizer"
+        notes.append("Tokens were counted with the tokenizer, chunk by chunk: the server sent no count with its chunks.")
+    elif total is None:
+        source = "chunks"
+        notes.append("No usage and no tokenizer: chunks are counted, and a chunk may hold several tokens.")
+    elif carrying and total - len(carrying) not in (0, 1):
+        counts, source = _shares(total, [len(text) for text in texts]), "usage, shared out by length"
+        notes.append(f"{total} tokens came in {len(carrying)} chunks: shared out by length of text.")
     for a in arrivals:
         a.tokens = 0
-    if tokenizer is not None:
-        for a in carrying:
-            a.tokens = max(1, len(tokenizer.encode("".join(text for _, text in a.parts), add_special_tokens=False)))
-        notes.append("Tokens were counted with the tokenizer, chunk by chunk: the server sent no count with its chunks.")
-        source = "tokenizer"
-    elif total is not None and carrying:
-        missing = total - len(carrying)
-        if missing < 0 or missing > 1:
-            shares = [total * n / sum(lengths) for n in lengths]
-            for a, share in zip(carrying, shares, strict=True):
-                a.tokens = int(share)
-            for a, _ in sorted(zip(carrying, shares, strict=True), key=lambda p: p[1] % 1, reverse=True)[: total - sum(map(int, shares))]:
-                a.tokens += 1
-            notes.append(f"{total} tokens came in {len(carrying)} chunks: shared out by length of text.")
-            return "usage, shared out by length"
-        for a in carrying:
-            a.tokens = 1
-        source = "usage, one token a chunk"
-    else:
-        for a in carrying:
-            a.tokens = 1
-        notes.append("No usage and no tokenizer: chunks are counted, and a chunk may hold several tokens.")
-        return "chunks"
-    short = (total or 0) - sum(a.tokens for a in arrivals)
-    last = arrivals[-1]
-    if short == 1 and last.finish and not last.parts:
+    for a, count in zip(carrying, counts, strict=True):
+        a.tokens = count
+    short, last = (total or 0) - sum(counts), arrivals[-1] if arrivals else None
+    if short == 1 and last and last.finish and not last.parts:
         last.tokens = 1  # the end-of-turn token: counted by the server, without text
     elif total is not None and short:
         notes.append(f"The usage says {total} tokens, the chunks' text holds {total - short}: tokens without text (think tags, end).")
     return source
 
 
+def _shares(total: int, lengths: list[int]) -> list[int]:
+    """Whole shares of `total` in proportion to the lengths; what is left goes to the largest remainders."""
+    exact = [total * n / sum(lengths) for n in lengths]
+    shares = [int(x) for x in exact]
+    for i in sorted(range(len(exact)), key=lambda i: shares[i] - exact[i])[: total - sum(shares)]:
+        shares[i] += 1
+    return shares
+
+
 def _chunks(a: _Arrival) -> list[Chunk]:
     """The chunks of one arrival: usually one; two when a delta ends the reasoning and opens the answer."""
     if not a.parts:
         return [Chunk(a.t, "finish" if a.finish else "content", "", a.tokens or 0, a.choice)]
-    left, length, out = a.tokens or 0, sum(len(text) for _, text in a.parts), []
-    for kind, text in a.parts[:-1]:
-        share = min(left, round((a.tokens or 0) * len(text) / length)) if length else 0
-        out.append(Chunk(a.t, kind, text, share, a.choice))
-        left -= share
-    return [*out, Chunk(a.t, a.parts[-1][0], a.parts[-1][1], left, a.choice)]
+    shares = _shares(a.tokens or 0, [len(text) or 1 for _, text in a.parts])
+    return [Chunk(a.t, kind, text, share, a.choice) for (kind, text), share in zip(a.parts, shares, strict=True)]
