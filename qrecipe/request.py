@@ -59,7 +59,10 @@ def dissect(
                 notes.append(f"The server refused stream_options={options}: asked again with less.")
                 continue
             raise explain(error, client, model) from error
-    result = _assemble(events, tokenizer, notes)
+    try:
+        result = _assemble(events, tokenizer, notes)
+    except (TypeError, ValueError, AttributeError) as error:  # the client does not check the types of what comes
+        raise RequestFailed(f"{client.base_url} sent chunks that are not of OpenAI's form ({error}): is it an OpenAI-compatible server?") from error
     result = replace(result, model=model, marks=marks, request_id=rid,
                      endpoint="/v1/chat/completions" if prompt is None else "/v1/completions")  # fmt: skip
     if broke is not None:
@@ -190,8 +193,8 @@ def _assemble(events: list[tuple[float, Any]], tokenizer: Any, notes: list[str])
             parts = _parts(choice, tools)
             tokens = None
             if counts is not None and len(choices) == 1 and counts.completion_tokens is not None:
-                tokens = counts.completion_tokens - so_far.get(choice.index, 0)
-                so_far[choice.index] = counts.completion_tokens
+                tokens = counts.completion_tokens - so_far.get(choice.index or 0, 0)
+                so_far[choice.index or 0] = counts.completion_tokens
                 sources.add("usage of every chunk")
             elif (ids := _token_entries(choice)) is not None:
                 tokens = len(ids)
@@ -227,7 +230,7 @@ def _parts(choice: Any, tools: dict) -> list[tuple[str, str]]:
     if delta.content:
         parts.append(("content", delta.content))
     for call in delta.tool_calls or []:
-        entry = tools.setdefault((choice.index, call.index), {"id": "", "name": "", "arguments": ""})
+        entry = tools.setdefault((choice.index or 0, call.index or 0), {"id": "", "name": "", "arguments": ""})
         entry["id"] = call.id or entry["id"]
         if call.function:
             entry["name"] += call.function.name or ""

@@ -256,6 +256,8 @@ def test_silence_mid_stream_is_a_timeout_and_keeps_what_came():
         (Reply([(0, b"<html>hello</html>")], 200, {"Content-Type": "text/html"}), "text/html instead of an event stream"),
         (Reply([(0, b"data: not json\n\n")]), "not JSON"),
         (Reply([(0, b"data: [DONE]\n\n")]), "without sending a chunk"),
+        (Reply(sse(chunk({"content": ["a"]}), "[DONE]")), "not of OpenAI's form"),
+        (Reply(sse(chunk({"content": "a"}, usage=(1, 1)), chunk(usage=(9, 2)) | {"usage": {"completion_tokens": "4"}}, chunk({"tool_calls": 3}))), "not of OpenAI's form"),
         (Reply([], kill=True), "the connection to"),
         (Reply(sse({"error": {"message": "bad", "code": 500}})), "bad"),
     ],
