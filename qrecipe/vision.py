@@ -114,22 +114,28 @@ def check_image(source: str | Path | bytes | Image) -> Image:
     (more than 89 million pixels announced), and sides that no processor takes.
     """
     from PIL import Image as pil
-    from PIL import ImageOps, UnidentifiedImageError
+    from PIL import UnidentifiedImageError
 
-    if isinstance(source, pil.Image):
-        picture, name = source, "the picture"
-    else:
-        data, name = _read(source)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", pil.DecompressionBombWarning)
-                picture = pil.open(io.BytesIO(data), formats=FORMATS)
-        except UnidentifiedImageError:
-            raise BadInput(f"{name} is not a picture of a known kind: expected {', '.join(FORMATS)}.") from None
-        except pil.DecompressionBombError:
-            raise BadInput(_BOMB.format(name, "far more")) from None
-        except Exception as error:  # Pillow raises many kinds on broken headers
-            raise BadInput(f"{name} is broken ({error}): save it again from a picture program.") from error
+    data, name = (source, "the picture") if isinstance(source, pil.Image) else _read(source)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Pillow, about odd headers: what matters is refused below
+            return _still(data if isinstance(data, pil.Image) else pil.open(io.BytesIO(data), formats=FORMATS), name)
+    except BadInput:
+        raise
+    except UnidentifiedImageError:
+        raise BadInput(f"{name} is not a picture of a known kind: expected {', '.join(FORMATS)}.") from None
+    except pil.DecompressionBombError:
+        raise BadInput(_BOMB.format(name, "far more")) from None
+    except Exception as error:  # Pillow raises many kinds on broken files
+        raise BadInput(f"{name} is cut off or broken ({' '.join(str(error).split())}): fetch or save it again.") from error
+
+
+def _still(picture: Image, name: str) -> Image:
+    """One picture, decoded fully, upright, on white ground, as RGB. BadInput for what no processor should see."""
+    from PIL import Image as pil
+    from PIL import ImageOps
+
     width, height = picture.size
     if width < 1 or height < 1:
         raise BadInput(f"{name} is {width} x {height} pixels: there is nothing in it.")
@@ -138,15 +144,11 @@ def check_image(source: str | Path | bytes | Image) -> Image:
     if getattr(picture, "is_animated", False):
         raise BadInput(f"{name} has {picture.n_frames} frames: send one of them as a still picture.")
     _check_aspect(width, height, name)
-    try:
-        picture.load()
-        picture = ImageOps.exif_transpose(picture)
-        if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
-            ground = pil.new("RGBA", picture.size, "white")
-            picture = pil.alpha_composite(ground, picture.convert("RGBA"))
-        return picture.convert("RGB")
-    except Exception as error:
-        raise BadInput(f"{name} is cut off or broken ({error}): fetch or save it again.") from error
+    picture.load()
+    picture = ImageOps.exif_transpose(picture)
+    if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
+        picture = pil.alpha_composite(pil.new("RGBA", picture.size, "white"), picture.convert("RGBA"))
+    return picture.convert("RGB")
 
 
 def _read(source: str | Path | bytes) -> tuple[bytes, str]:
