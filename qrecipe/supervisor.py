@@ -24,7 +24,7 @@ from .processes import TOKEN, Pid, die_with_parent, end_all, listens, server_pro
 ENDED = ("stopped", "failed", "died")
 POLL = 0.25  # seconds between two looks
 QUIET = float(os.environ.get("QRECIPE_STALL", 120))  # seconds that a start may neither log nor compute
-HELD = float(os.environ.get("QRECIPE_STALL", 20))  # seconds that a process of the server may be held by a SIGSTOP
+HELD = float(os.environ.get("QRECIPE_HELD", 20))  # seconds that a process of the server may be held by a SIGSTOP
 SAVE_WAIT = 5.0  # seconds that the state of a start may stay unwritten
 TERM_WAIT = 8.0  # seconds that a ready server has to end by itself
 IDLE = 0.012  # processor seconds a second: less is a process that waits (a ready vLLM uses 0.009)

@@ -101,7 +101,7 @@ def test_guard_and_supervisor_at_once(tmp_path):
     "stage, part", pairs(STAGES, ["api", "core"], lambda s, p: (s, p) in (("loading", "api"), ("ready", "core")))
 )
 def test_held_by_a_stop_signal(tmp_path, part, stage):
-    place, owner = at(stage, tmp_path, QRECIPE_STALL="1")
+    place, owner = at(stage, tmp_path, QRECIPE_HELD="1")
     place.part(part).suspend()
     until(lambda: place.server()["status"] in ("failed", "died"))
     assert "SIGSTOP" in place.server()["why"]
