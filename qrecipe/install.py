@@ -110,6 +110,7 @@ def set_up(asked: str) -> str:
     )
     run([*uv, "--no-build-isolation", "-e", "."], "installing qrecipe", "see the message above")
     run([str(inside), "-m", "qrecipe.alias", "install"], "the vllm distribution alias", "see the message above")
+    shutil.copytree(ROOT / "qrecipe/data/lab", venv / "share/jupyter/lab/settings", dirs_exist_ok=True)  # its defaults
     stamp.write_text(wanted)
     return engine
 

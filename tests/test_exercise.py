@@ -19,6 +19,7 @@ from qrecipe.errors import BadInput
 from qrecipe.log_source import recorded
 from qrecipe.memory import longest_of
 from qrecipe.units import convert, quantity
+from qrecipe.vision import image_tokens
 
 ANSWERS = json.loads((ROOT / "tests/data/answers.json").read_text())
 NOTEBOOKS = {p.stem: nbformat.read(p, 4) for p in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))}
@@ -55,6 +56,12 @@ def reply(fields):
     }
 
 
+def thinking(fields):
+    """What a server says in chapter 5: sixteen tokens of thinking, or an answer where that is switched off."""
+    on = fields.get("chat_template_kwargs", {}).get("enable_thinking", True)
+    return {"choices": [{"message": {"content": None if on else "120"}}]}
+
+
 def promise(address):
     if ":9/" in address:
         raise ConnectionError("Connection refused")
@@ -73,6 +80,11 @@ VALUES = {  # what each cell of the notebooks passes to check()
     "3.3": {"effect": reply}, "3.4": {"effect": promise}, "4.1": {"log": H200}, "4.2": {"law": pool_of(H200)}, "4.3": {},
     "4.4": {"pool": pool_of(qrecipe.read_log(recorded("262144"))), "longest": longest_of(pool_of(qrecipe.read_log(recorded("262144"))))},
     "4.5": {"effect": on("H200", max_model_len=32768, gpu_memory_utilization=0.07)},
+    "5.1": {}, "5.2": {"prompt": 26, "question": 14}, "5.3": {"effect": thinking},
+    "5.4": {"d": SimpleNamespace(e2e=1.09, ttft=0.1, completion_tokens=100, chunks=[None] * 80)}, "5.5": {"shape": SHAPE},
+    "6.1": {"count": image_tokens(640, 480)}, "6.2": {"effect": lambda size: image_tokens(**size).prompt_tokens}, "6.3": {},
+    "6.4": {"tower": SHAPE.count() - SHAPE.count(vision=False)}, "7.1": {"ratio": 4.0, "seconds": {"one by one": 4.0, "one batch": 1.0}}, "7.2": {},
+    "8.1": {}, "8.2": {"rate": 4.0, "seconds": 1.5},
 }  # fmt: skip
 
 
@@ -108,7 +120,8 @@ def test_the_toml_the_notebooks_and_the_answers_have_the_same_exercises_in_order
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_an_exercise_takes_no_name_that_its_chapter_uses(name):
     def assigned(cells):
-        return set(re.findall(r"^(?:def )?(\w+)(?= = |\()", "\n".join(c.source for c in cells), re.M))
+        text = "\n".join(c.source for c in cells)
+        return set(re.findall(r"^def (\w+)|^(\w+) = ", text, re.M))
 
     code = [c for c in NOTEBOOKS[name].cells if c.cell_type == "code"]
     mine = [c for c in code if "exercise" in c.metadata.get("tags", [])]
@@ -165,7 +178,7 @@ def test_what_cannot_be_read_is_no_try_and_says_what_is_expected(answer, begin):
 
 def test_nothing_typed_passes_quietly_and_leaves_no_file(begin):
     file = begin()
-    told = [exercise.check(n, empty, **VALUES[n]) for n, empty in zip(ANSWERS, [None, "", {}] * 9, strict=False)]
+    told = [exercise.check(n, empty, **VALUES[n]) for n, empty in zip(ANSWERS, [None, "", {}] * 11, strict=False)]
     assert {t.state for t in told} == {"open"} and not file.exists()
     assert repr(exercise.card()) == f"○ Exercises: none of {len(ANSWERS)} answered."
 
