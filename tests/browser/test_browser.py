@@ -30,6 +30,7 @@ CHAPTERS = [
     p.stem for p in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")) if ALL or p.stem[:2] in ("01", "04")
 ]
 ANSWERS = json.loads((ROOT / "tests/data/answers.json").read_text())
+BY_MACHINE = {"ex-3-2", "ex-3-4", "ex-5-4", "ex-7-1", "ex-8-2"}  # the machine's own, or of another server
 LIMIT = 600  # seconds for one Run All (a server's start among them)
 STATE = """() => {
     const panel = window.jupyterapp.shell.currentWidget
@@ -203,10 +204,10 @@ def test_a_chapter_in_the_browser(name, lab, page):
         assert "not answered yet" in text_of(cells[cell]) or "cannot be checked" in text_of(cells[cell])
     if name.startswith("01"):
         budget_redraws(page)
-    for first in exercises[:1]:
-        answers = ANSWERS[first.removeprefix("ex-").replace("-", ".")]
-        assert "not yet" in type_answer(page, first, answers["wrong"][0][0])
-        assert "right" in type_answer(page, first, answers["right"][0])
+    first = next(i for i in exercises if i not in BY_MACHINE)
+    known = ANSWERS[first.removeprefix("ex-").replace("-", ".")]
+    assert "not yet" in type_answer(page, first, known["wrong"][0][0])
+    assert "right" in type_answer(page, first, known["right"][0])
     shoot(page, name)
 
 
