@@ -14,6 +14,8 @@ import nbformat
 
 from .chapter import CLOSING, SKIPPED
 
+DEAD = 138  # papermill's exit code for a dead kernel
+
 
 @dataclass
 class Verdict:
@@ -50,14 +52,15 @@ def judge(executed: Path, record: Path, exit_code: int | None) -> Verdict:
     skipped = SKIPPED.format(name=executed.stem) in printed and told.get("status") == "skipped"
     checks = [
         (unrun, f"{len(unrun)} of {len(code)} cells were not run (the kernel died or a limit was reached)"),
+        (exit_code == DEAD, "the kernel died"),
         (exit_code != 0, f"papermill ended with exit code {exit_code}"),
         (not skipped and CLOSING.format(name=executed.stem) not in printed, "the closing line was not printed: finish() was not reached"),
         (not isinstance(told.get("measured"), dict), f"{record.name} was not written, or is damaged"),
     ]  # fmt: skip
     verdict.reason = next((reason for broken, reason in checks if broken), "")
-    if unrun:  # which cell it was in, papermill does tell
+    if code and (unrun or exit_code):  # which cell it was in, papermill does tell
         begun = [c for c in code if (c.metadata.get("papermill") or {}).get("start_time")]
-        last = begun[-1] if begun else unrun[0]
+        last = begun[-1] if begun else (unrun or code)[0]
         verdict.cell, verdict.line = last.get("id", ""), begins(last.source)
     elif not verdict.reason:
         verdict.status, verdict.measured = ("skipped" if skipped else "passed"), told["measured"]

@@ -37,7 +37,7 @@ def checked(place, result, reason: str, code: int = 1) -> dict:
 ENDS = {
     "an error": ("print('kept')\n1 / 0", "ZeroDivisionError", "1 / 0"),
     "sys.exit": ("print('kept')\nimport sys; sys.exit(0)", "SystemExit", "print('kept') ..."),
-    "a dead kernel": ("print('kept')\nimport os; os._exit(0)", "not run", "print('kept') ..."),
+    "a dead kernel": ("print('kept')\nimport os; os._exit(0)", "kernel died", "print('kept') ..."),
     "no finish": ("print('kept')", "closing line", ""),
 }
 
