@@ -55,15 +55,17 @@ def round_(place: Place, victim: tuple[str, signal.Signals], moment: float, ask:
     return name, state, left
 
 
-def rounds(count: int, real: bool, seed: int, folder: Path, jobs: int) -> dict:
-    """`count` kills; {"kills", "orphans", "states", "victims"}."""
-    dice, model, span = random.Random(seed), "", 3.0
+def rounds(count: int, real: bool, seed: int, folder: Path, jobs: int, span: float = 0.0) -> dict:
+    """`count` kills within `span` seconds (0: a first start is timed); {"kills", "orphans", "states", "victims"}."""
+    dice, model = random.Random(seed), ""
+    span = span or (0.0 if real else 3.0)
     if real:
         os.environ["QRECIPE_STATE"] = str(folder / "model")
         from qrecipe.chapter import teaching_model
 
-        model, began, place = str(teaching_model()), time.monotonic(), None
-        place = Place(folder / "first", model=model)
+        model = str(teaching_model())
+    if not span:
+        began, place = time.monotonic(), Place(folder / "first", model=model)
         owner = place.owner()
         span = 1.15 * (time.monotonic() - began)
         owner.kill()
@@ -91,13 +93,16 @@ def main() -> int:
     parser.add_argument("--stub", type=int, default=190)
     parser.add_argument("--real", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--span", type=float, default=0.0, help="seconds of the real start, when known")
     parser.add_argument("--jobs", type=int, default=2, help="stub rounds at a time")
     told = parser.parse_args()
     result = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, count, jobs in (("stub", told.stub, told.jobs), ("real", told.real, 1)):
             if count:
-                result[name] = rounds(count, name == "real", told.seed, Path(folder), jobs)
+                result[name] = rounds(
+                    count, name == "real", told.seed, Path(folder), jobs, told.span * (name == "real")
+                )
                 print(f"{name}: {result[name]['kills']} kills, {result[name]['orphans']} orphans", flush=True)
     print(json.dumps(result))
     return 1 if any(r["orphans"] for r in result.values()) else 0
