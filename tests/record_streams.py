@@ -1,7 +1,6 @@
 """Record streams of a running server into tests/data/streams.
 
-    qrecipe serve --keep --extra=--enable-auto-tool-choice --extra=--tool-call-parser --extra=hermes \\
-        --extra=--structured-outputs-config '--extra={"backend": "xgrammar", "disable_any_whitespace": true}'
+    qrecipe serve --keep --extra=--enable-auto-tool-choice --extra=--tool-call-parser --extra=hermes
     python tests/record_streams.py [--url U] [NAME …]
     python tests/record_streams.py --kill engine      (ends that server; again with --kill server on another)
 
@@ -16,6 +15,7 @@ import argparse
 import json
 import time
 from datetime import date
+from pathlib import Path
 
 import httpx
 import psutil
@@ -79,6 +79,12 @@ def record(base_url: str, model: str, path: str, body: dict, size: int | None = 
     return pieces
 
 
+def blanks(folder: str) -> dict[str, int]:
+    """A bias against the tokens of white space alone, which JSON's grammar lets the teaching model write for ever."""
+    vocabulary = json.loads((Path(folder) / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+    return {str(i): -100 for token, i in vocabulary.items() if set(token) <= set("ĠĊĉč")}
+
+
 def killer(url: str, what: str):
     """A callback that kills the engine core, or the whole API server, when the eighth piece has come."""
     port = httpx.URL(url).port
@@ -94,13 +100,15 @@ def main() -> None:
     parser.add_argument("--kill", choices=["engine", "server"])
     args = parser.parse_args()
     url = args.url.rstrip("/")
-    model = httpx.get(url + "/models").json()["data"][0]["id"]
+    served = httpx.get(url + "/models").json()["data"][0]
+    model = served["id"]
     version = httpx.get(url.removesuffix("/v1") + "/version").json().get("version", "unknown")
     kill = {"killed": args.kill} if args.kill else {}
     asked = {f"{args.kill}-killed": KILLED} if kill else {n: a for n, a in ASKED.items() if not args.names or n in args.names}
     for name, (path, body) in asked.items():
-        pieces = record(url, model, path, body, PIECE.get(name), killer(url, args.kill) if kill else None)
-        head = {"asked": {"path": "/v1" + path, **body}, "server": f"vLLM {version}", "model": model, "recorded": str(date.today()), **kill}
+        bias = {"logit_bias": blanks(served["root"])} if "tools" in body else {}
+        pieces = record(url, model, path, body | bias, PIECE.get(name), killer(url, args.kill) if kill else None)
+        head = {"asked": {"path": "/v1" + path, **body}, "no_blank_tokens": bool(bias), "server": f"vLLM {version}", "model": model, "recorded": str(date.today()), **kill}
         lines = [head, *([round(t, 4), data.decode("utf-8", "surrogateescape")] for t, data in pieces)]
         file = STREAMS / f"{name}.jsonl"
         file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")

@@ -12,6 +12,7 @@ from qrecipe.request import dissect
 from qrecipe.teaching_model import answer
 
 NAMES = sorted(f.stem for f in STREAMS.glob("*.jsonl"))
+KILLED = {"engine-killed": "EngineCore encountered an issue", "server-killed": "the server was stopped or died"}
 
 
 def asked(name: str) -> dict:
@@ -33,10 +34,12 @@ def usage(name: str) -> int | None:
 
 
 def test_every_kind_of_stream_is_recorded():
-    assert {"plain", "thinking", "thinking-zh", "usage-last", "no-usage", "length", "two-choices", "completion"} <= set(NAMES)
+    from record_streams import ASKED
+
+    assert set(NAMES) == {*ASKED, *KILLED}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted({*NAMES} - {*KILLED}))
 def test_tokens_add_up_to_the_usage(name):
     result = play(name)
     assert result.complete and result.finish_reason in {"stop", "length", "tool_calls"}
@@ -49,7 +52,7 @@ def test_tokens_add_up_to_the_usage(name):
 @pytest.mark.parametrize(
     ("name", "topic", "language"),
     [("plain", "kv_cache", "en"), ("usage-last", "kv_cache", "en"), ("no-usage", "kv_cache", "en"),
-     ("thinking", "kv_cache", "en"), ("thinking-zh", "factorial", "zh")],
+     ("thinking", "kv_cache", "en"), ("thinking-zh", "factorial", "zh"), ("split", "factorial", "zh")],
 )  # fmt: skip
 def test_words_are_those_of_the_book(name, topic, language):
     result, known = play(name), answer(topic, language)
@@ -72,6 +75,43 @@ def test_two_choices_are_counted_apart_and_together():
     assert len(result.texts) == len(result.finish_reasons) == 2 and all(result.texts)
     counts = [sum(m for _, m in a) for a in result.arrivals()]
     assert sum(counts) == result.completion_tokens == usage("two-choices") and min(counts) > 0
+
+
+@pytest.mark.parametrize("name", ["tool-named", "tool-required"])
+def test_tool_calls_are_joined_from_their_chunks(name):
+    result = play(name)
+    wanted = asked(name)["tools"][0]["function"]
+    fields = wanted["parameters"]["properties"]
+    for call in result.tool_calls:
+        given = json.loads(call["arguments"])
+        assert call["name"] == wanted["name"] and call["id"].startswith("chatcmpl-tool-")
+        assert given.keys() == fields.keys() and all(given[k] in fields[k]["enum"] for k in fields)
+    assert len({call["id"] for call in result.tool_calls}) == (1 if name == "tool-named" else 2)
+    assert result.text == "" and result.ttft_content is None and result.ttft < result.e2e
+    assert result.finish_reason == ("tool_calls" if name == "tool-required" else "stop")
+
+
+def test_characters_of_several_tokens_are_held_back_and_counted():
+    from record_streams import HELD_BACK
+
+    result = play("held-back")
+    assert result.text == HELD_BACK
+    many = [c for c in result.chunks if c.tokens > 1]
+    assert {c.text for c in many} >= {"😀", "🙂"} and sum(spread for _, _, spread in result.gaps()) >= sum(c.tokens for c in many[1:])
+    assert any("more than one token" in note for note in result.notes)
+
+
+def test_the_split_recording_cuts_inside_characters():
+    pieces = [data for _, data in recorded("split").pieces]
+    assert max(map(len, pieces)) <= 7 and any(0x80 <= data[0] < 0xC0 for data in pieces)
+
+
+@pytest.mark.parametrize("name", KILLED)
+def test_what_came_before_a_kill_is_kept_and_marked(name):
+    result = play(name)
+    assert not result.complete and result.finish_reason is None and KILLED[name] in result.notes[-1]
+    assert result.text and answer("request", "en").content.startswith(result.text)
+    assert result.completion_tokens == sum(c.tokens for c in result.chunks) >= 5 and result.usage is None
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
