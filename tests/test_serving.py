@@ -205,6 +205,12 @@ def test_attach_tells_a_missing_v1_and_an_unknown_model(stub, port):
         Server.attach(f"http://127.0.0.1:{port}/v1", model="other")
 
 
+def test_a_foreign_server_s_log_can_be_handed_in(stub, port, monkeypatch, tmp_path):
+    Server.start(ServeRecipe("stub", port=port))
+    monkeypatch.setenv("QRECIPE_LOG", str(tmp_path / "its.log"))
+    assert Server.attach(f"http://127.0.0.1:{port}/v1").log == tmp_path / "its.log"
+
+
 def test_a_foreign_server_is_not_ours_to_stop(stub, port):
     Server.start(ServeRecipe("stub", port=port))
     with pytest.raises(BadInput, match="was not started by this book"):
