@@ -82,7 +82,9 @@ def main() -> int:
         print(error)
         return 2
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    print(f"{model} at {args.url}: medians of {args.repeat} requests of {args.max_tokens} tokens; load {load:.1f} on {cores} cores here\n")
+    print(
+        f"{model} at {args.url}: medians of {args.repeat} requests of {args.max_tokens} tokens; load {load:.1f} on {cores} cores here\n"
+    )
     print(f"{'figure':20}{'ours':>12}{'server':>12}{'difference':>12}  unit    agrees")
     for name, ours, servers, unit, apart, agrees in rows:
         figures = "".join(f"{'-' if x is None else f'{x:.3f}':>12}" for x in (ours, servers, apart))
@@ -93,7 +95,19 @@ def main() -> int:
         result["overhead"] = cost = overhead()
         print(f"\nclient, us a chunk: bare loop {cost['bare_us']:.1f}, dissect {cost['loop_us']:.1f} while streaming "
               f"({cost['share_at_2000']:+.1%} of 2,000 tokens/s) and {cost['after_us']:.1f} afterwards")  # fmt: skip
-    print(json.dumps({"benchmark": "clock", "url": args.url, "model": model, "load": load, "cores": cores, "agrees": good, **result}))
+    print(
+        json.dumps(
+            {
+                "benchmark": "clock",
+                "url": args.url,
+                "model": model,
+                "load": load,
+                "cores": cores,
+                "agrees": good,
+                **result,
+            }
+        )
+    )
     return 0 if good else 1
 
 

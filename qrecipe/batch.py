@@ -40,7 +40,11 @@ def gpu_memory(wait: float = 0.0, share: float = LLM_SHARE) -> tuple[float, floa
     try:
         pynvml.nvmlInit()
         first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "0"
-        handle = pynvml.nvmlDeviceGetHandleByIndex(int(first)) if first.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(first)
+        handle = (
+            pynvml.nvmlDeviceGetHandleByIndex(int(first))
+            if first.isdigit()
+            else pynvml.nvmlDeviceGetHandleByUUID(first)
+        )
         deadline = time.monotonic() + wait
         while True:
             found = pynvml.nvmlDeviceGetMemoryInfo(handle)
@@ -70,7 +74,11 @@ def place(chapter: Any, share: float = LLM_SHARE) -> Place:
         return Place(engine, "", why)
     model = chapter.model_dir if chapter.engine != "attached" or asked == "auto" else asked
     if chapter.engine == "attached" and not Path(model).is_dir():
-        return Place(engine, model, f"the attached server's model {model} is no folder on this machine, and LLM must load one: give its folder as parameter model, or run this chapter without base_url")
+        return Place(
+            engine,
+            model,
+            f"the attached server's model {model} is no folder on this machine, and LLM must load one: give its folder as parameter model, or run this chapter without base_url",
+        )
     return Place(engine, model, None)
 
 
@@ -107,7 +115,9 @@ class Offline:
             answer = json.loads(line)
         except TimeoutError:
             self.close()
-            raise ServerFailed(f"no answer within {timeout:.0f} s, so the process was ended; its log: {self.log}") from None
+            raise ServerFailed(
+                f"no answer within {timeout:.0f} s, so the process was ended; its log: {self.log}"
+            ) from None
         except ValueError:
             self.close()
             raise ServerFailed(f"the script wrote {line[:80]!r} where a line of JSON was expected") from None

@@ -77,7 +77,9 @@ def read_bench(path: str | Path) -> dict:
         raise BadInput(f"{path} {what}: name a result of vllm bench serve --save-result") from None
     needed = {"max_concurrency", "completed", "request_throughput", "output_throughput", "duration"}
     if not isinstance(data, dict) or (missing := needed - data.keys()):
-        raise BadInput(f"{path} is no result of vllm bench serve: {', '.join(sorted(missing)) if isinstance(data, dict) else 'an object'} missing")
+        raise BadInput(
+            f"{path} is no result of vllm bench serve: {', '.join(sorted(missing)) if isinstance(data, dict) else 'an object'} missing"
+        )
     if not data["completed"]:
         first = next((e for e in data.get("errors") or [] if e), "no reason given")
         raise BadInput(f"{path}: no request succeeded ({first.strip().splitlines()[-1][:120]})")
@@ -85,7 +87,13 @@ def read_bench(path: str | Path) -> dict:
 
 
 def run_bench(
-    command: Sequence[str], result: Path, base_url: str, *, api_key: str = "EMPTY", timeout: float = 900.0, every: float = 0.25
+    command: Sequence[str],
+    result: Path,
+    base_url: str,
+    *,
+    api_key: str = "EMPTY",
+    timeout: float = 900.0,
+    every: float = 0.25,
 ) -> Bench:
     """Run one `vllm bench serve …` (which must save to `result`), look at /metrics meanwhile, read its JSON.
 
@@ -131,7 +139,11 @@ def cache_config(base_url: str) -> dict[str, str]:
 def comparable(one: Bench, other: Bench) -> list[str]:
     """What differs in the workload of two benchmarks, so that their figures do not compare; [] when nothing does."""
     keys = ("max_concurrency", "num_prompts", "input_len", "output_len", "model_id", "backend", "request_rate")
-    return [f"{k} {other.data.get(k)} against {one.data.get(k)}" for k in keys if str(one.data.get(k)) != str(other.data.get(k))]
+    return [
+        f"{k} {other.data.get(k)} against {one.data.get(k)}"
+        for k in keys
+        if str(one.data.get(k)) != str(other.data.get(k))
+    ]
 
 
 def recorded(name: str) -> list[Bench]:

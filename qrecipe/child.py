@@ -29,7 +29,11 @@ class Child:
     def __init__(self, argv: Sequence[str], log: Path, env: dict | None = None):
         self.argv, self.log, self.token, self._rest = list(argv), Path(log), uuid.uuid4().hex, b""
         environment = {k: v for k, v in os.environ.items() if k != "OPENBLAS_CORETYPE"} | (env or {})
-        environment |= homeless() | {TOKEN: self.token, "PYTHONUNBUFFERED": "1", "SPT_NOENV": "1"}  # process titles must not wipe the token
+        environment |= homeless() | {
+            TOKEN: self.token,
+            "PYTHONUNBUFFERED": "1",
+            "SPT_NOENV": "1",
+        }  # process titles must not wipe the token
         environment["PATH"] = str(Path(sys.executable).parent) + os.pathsep + environment.get("PATH", "")
         self._start_guard()
         with open(self.log, "ab") as out:

@@ -146,7 +146,14 @@ class Dissection:
         rows = [
             ("connect", self.connect, ms, "ms", "TCP connection made; 0 = an open one was used again", CLIENT),
             ("accepted", self.marks.get("headers"), ms, "ms", "response headers in: request read, checked", CLIENT),
-            ("first chunk", self.chunks[0].t if self.chunks else None, ms, "ms", "first chunk, token or not - call", CLIENT),
+            (
+                "first chunk",
+                self.chunks[0].t if self.chunks else None,
+                ms,
+                "ms",
+                "first chunk, token or not - call",
+                CLIENT,
+            ),
             ("TTFT", self.ttft, ms, "ms", "first chunk that brought a token - call", CLIENT),
             ("TTFT, content", self.ttft_content, ms, "ms", "first text of the answer itself - call", CLIENT),
             ("E2E", self.e2e, ms, "ms", "last token - call", CLIENT),

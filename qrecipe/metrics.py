@@ -114,7 +114,9 @@ def read_metrics(base_url: str, *, after: Snapshot | None = None, requests: int 
             raise RequestFailed(f"nothing answers at {url} ({error}): start the server, or mend base_url.") from error
         snapshot = parse_metrics(reply.text) if reply.status_code == 200 and "vllm:" in reply.text else None
         if snapshot is None:
-            raise RequestFailed(f"{url} has no vLLM metrics (status {reply.status_code}): is the server a vLLM, without --disable-log-stats?")
+            raise RequestFailed(
+                f"{url} has no vLLM metrics (status {reply.status_code}): is the server a vLLM, without --disable-log-stats?"
+            )
         if after is None or snapshot.finished >= after.finished + requests or time.perf_counter() > deadline:
             return snapshot
         time.sleep(0.02)
@@ -166,18 +168,31 @@ def compare(ours: Dissection, server: ServerSide, http: float = 0.0) -> list[Com
     Raises RequestFailed when the server counted other requests as well.
     """
     if server.requests != 1:
-        raise RequestFailed(f"the server finished {server.requests} requests in between, not 1: hold the clock against an idle server.")
+        raise RequestFailed(
+            f"the server finished {server.requests} requests in between, not 1: hold the clock against an idle server."
+        )
     gaps = ours.itl if server.steps == len(ours.itl) else ours.steps
     less, out = " - HTTP" if http else "", []
     if http and ours.ttft and server.ttft:
-        out += [_held("TTFT as measured", ours.ttft, server.ttft, shown=True), Comparison("HTTP alone", 1000 * http, None, "ms", None, None)]
+        out += [
+            _held("TTFT as measured", ours.ttft, server.ttft, shown=True),
+            Comparison("HTTP alone", 1000 * http, None, "ms", None, None),
+        ]
     for name, a, b in (("TTFT" + less, ours.ttft and ours.ttft - http, server.ttft),
                        ("ITL, mean", sum(gaps) / len(gaps) if gaps else None, server.itl),
                        ("E2E" + less, ours.e2e and ours.e2e - http, server.e2e)):  # fmt: skip
         if a is not None and b is not None:
             out.append(_held(name, a, b))
     if ours.prompt_tokens is not None:
-        out.append(Comparison("prompt tokens", ours.prompt_tokens, server.prompt_tokens, "tokens", *_exact(ours.prompt_tokens, server.prompt_tokens)))
+        out.append(
+            Comparison(
+                "prompt tokens",
+                ours.prompt_tokens,
+                server.prompt_tokens,
+                "tokens",
+                *_exact(ours.prompt_tokens, server.prompt_tokens),
+            )
+        )
     both = ours.completion_tokens, server.generation_tokens
     return [*out, Comparison("completion tokens", *both, "tokens", *_exact(*both))]
 
@@ -185,7 +200,14 @@ def compare(ours: Dissection, server: ServerSide, http: float = 0.0) -> list[Com
 def _held(name: str, ours: float, servers: float, difference: float | None = None, shown: bool = False) -> Comparison:
     """Seconds as a row in ms; `shown` rows carry no verdict."""
     apart = ours - servers if difference is None else difference
-    return Comparison(name, 1000 * ours, 1000 * servers, "ms", 1000 * apart, None if shown else abs(apart) <= max(0.003, 0.05 * servers))
+    return Comparison(
+        name,
+        1000 * ours,
+        1000 * servers,
+        "ms",
+        1000 * apart,
+        None if shown else abs(apart) <= max(0.003, 0.05 * servers),
+    )
 
 
 def _exact(ours: int, servers: int) -> tuple[int, bool]:
@@ -227,7 +249,11 @@ def _threads(base_url: str) -> list[Path]:
     ids, where = [os.getpid()], urlsplit(base_url)
     with suppress(psutil.Error, ValueError):
         if where.hostname in ("127.0.0.1", "localhost", "::1"):
-            found = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == where.port]
+            found = [
+                c
+                for c in psutil.net_connections("tcp")
+                if c.status == psutil.CONN_LISTEN and c.laddr.port == where.port
+            ]
             ids += [c.pid for c in found if c.pid]
     return [file for i in ids if (file := Path(f"/proc/{i}/task/{i}/schedstat")).is_file()]
 

@@ -23,6 +23,7 @@ from .request_checks import check_request, explain
 
 __all__ = ["Chunk", "Dissection", "Row", "dissect"]
 
+
 def dissect(
     client: Any,
     *,
@@ -62,11 +63,15 @@ def dissect(
     try:
         result = _assemble(events, tokenizer, notes)
     except (TypeError, ValueError, AttributeError) as error:  # the client does not check the types of what comes
-        raise RequestFailed(f"{client.base_url} sent chunks that are not of OpenAI's form ({error}): is it an OpenAI-compatible server?") from error
+        raise RequestFailed(
+            f"{client.base_url} sent chunks that are not of OpenAI's form ({error}): is it an OpenAI-compatible server?"
+        ) from error
     result = replace(result, model=model, marks=marks, request_id=rid,
                      endpoint="/v1/chat/completions" if prompt is None else "/v1/completions")  # fmt: skip
     if broke is not None:
-        return replace(result, complete=False, notes=[*result.notes, f"The stream broke: {explain(broke, client, model)}"])
+        return replace(
+            result, complete=False, notes=[*result.notes, f"The stream broke: {explain(broke, client, model)}"]
+        )
     if None in result.finish_reasons or not result.finish_reasons:
         note = "The stream ended without a finish reason: what is shown is what came."
         return replace(result, complete=False, notes=[*result.notes, note])
@@ -208,7 +213,11 @@ def _assemble(events: list[tuple[float, Any]], tokenizer: Any, notes: list[str])
         notes.append(f"{len(many)} of {sum(c.tokens > 0 for c in chunks)} chunks carried more than one token: their gap "
                      "is spread over them and marked.")  # fmt: skip
     indices = sorted({a.choice for a in arrivals})
-    joined = {(i, k): "".join(c.text for c in chunks if (c.choice, c.kind) == (i, k)) for i in indices for k in ("content", "reasoning")}
+    joined = {
+        (i, k): "".join(c.text for c in chunks if (c.choice, c.kind) == (i, k))
+        for i in indices
+        for k in ("content", "reasoning")
+    }
     return Dissection(
         model="", endpoint="", chunks=chunks, usage=usage, prompt_tokens=prompt_tokens, notes=notes, counted_by=counted_by,
         texts=[joined[i, "content"] for i in indices], reasonings=[joined[i, "reasoning"] or None for i in indices],
@@ -244,7 +253,11 @@ def _parts(choice: Any, tools: dict) -> list[tuple[str, str]]:
 def _token_entries(choice: Any) -> list | None:
     """Token ids or log-probabilities that came with a chunk, if the request asked for them."""
     logprobs = getattr(choice, "logprobs", None)
-    for entries in (getattr(choice, "token_ids", None), getattr(logprobs, "content", None), getattr(logprobs, "tokens", None)):
+    for entries in (
+        getattr(choice, "token_ids", None),
+        getattr(logprobs, "content", None),
+        getattr(logprobs, "tokens", None),
+    ):
         if entries is not None:
             return entries
     return None
@@ -261,7 +274,9 @@ def _count(arrivals: list[_Arrival], sources: set[str], total: int | None, token
     counts, source = [1] * len(carrying), "usage, one token a chunk"
     if tokenizer is not None:
         counts, source = [max(1, len(tokenizer.encode(text, add_special_tokens=False))) for text in texts], "tokenizer"
-        notes.append("Tokens were counted with the tokenizer, chunk by chunk: the server sent no count with its chunks.")
+        notes.append(
+            "Tokens were counted with the tokenizer, chunk by chunk: the server sent no count with its chunks."
+        )
     elif total is None:
         source = "chunks"
         notes.append("No usage and no tokenizer: chunks are counted, and a chunk may hold several tokens.")
@@ -276,7 +291,9 @@ def _count(arrivals: list[_Arrival], sources: set[str], total: int | None, token
     if short == 1 and last and last.finish and not last.parts:
         last.tokens = 1  # the end-of-turn token: counted by the server, without text
     elif total is not None and short:
-        notes.append(f"The usage says {total} tokens, the chunks' text holds {total - short}: tokens without text (think tags, end).")
+        notes.append(
+            f"The usage says {total} tokens, the chunks' text holds {total - short}: tokens without text (think tags, end)."
+        )
     return source
 
 

@@ -26,7 +26,12 @@ def check_number(name: str, value: Any) -> None:
         return
     low, high, closed, whole = _RANGES[name]
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if is_number and not (whole and value != int(value)) and (low <= value if closed else low < value) and value <= high:
+    if (
+        is_number
+        and not (whole and value != int(value))
+        and (low <= value if closed else low < value)
+        and value <= high
+    ):
         return
     kind = "a whole number" if whole else "a number"
     bound = f"{'of at least' if closed else 'above'} {low}" + (f" and at most {high}" if high < math.inf else "")
@@ -42,7 +47,11 @@ def check_request(client: Any, model: Any, messages: Any, prompt: Any, max_token
         raise BadInput(f"model is {model!r}: give the name that /v1/models lists, for instance 'qwen3.5-4b'.")
     if (messages is None) == (prompt is None):
         raise BadInput("give either messages (chat) or prompt (completion), not both and not neither.")
-    roles = [m.get("role") if isinstance(m, dict) else getattr(m, "role", None) for m in messages] if isinstance(messages, list) else []
+    roles = (
+        [m.get("role") if isinstance(m, dict) else getattr(m, "role", None) for m in messages]
+        if isinstance(messages, list)
+        else []
+    )
     if messages is not None and not (roles and all(roles)):
         raise BadInput("messages must be a list of at least one {'role': ..., 'content': ...}.")
     if prompt is not None and (not isinstance(prompt, (str, list)) or not prompt):
@@ -54,7 +63,9 @@ def check_request(client: Any, model: Any, messages: Any, prompt: Any, max_token
     create = client.chat.completions.create if prompt is None else client.completions.create
     unknown = sorted(set(params) - set(inspect.signature(create).parameters))
     if unknown:
-        raise BadInput(f"{', '.join(unknown)}: no parameter of the openai client; what the server adds goes into extra_body.")
+        raise BadInput(
+            f"{', '.join(unknown)}: no parameter of the openai client; what the server adds goes into extra_body."
+        )
     for name, value in {"max_tokens": max_tokens, "temperature": temperature, **params, **(extra_body or {})}.items():
         check_number(name, value)
 
@@ -82,21 +93,33 @@ def explain(error: Exception, client: Any, model: str) -> RequestFailed:
         )
     if status == 429:
         wait = getattr(getattr(error, "response", None), "headers", {}).get("retry-after")
-        return RequestFailed(f"{base} is over its request limit (429): " + (f"wait {wait} s and" if wait else "wait and") + " try again.")
+        return RequestFailed(
+            f"{base} is over its request limit (429): " + (f"wait {wait} s and" if wait else "wait and") + " try again."
+        )
     if status in (400, 413, 422):
         return RequestFailed(_bad_request(said, status))
     if status and status >= 500:
-        return RequestFailed(f"the server failed with {status} ({said}): its own log says why; `qrecipe log FILE` reads it.")
+        return RequestFailed(
+            f"the server failed with {status} ({said}): its own log says why; `qrecipe log FILE` reads it."
+        )
     name = type(error).__name__
     if name == "APITimeoutError":
-        return RequestFailed(f"{base} was silent longer than the client's timeout: raise timeout= or look whether the server is busy.")
+        return RequestFailed(
+            f"{base} was silent longer than the client's timeout: raise timeout= or look whether the server is busy."
+        )
     if name == "APIConnectionError":
         cause = error.__cause__ or error
         if "refused" in str(cause) or type(cause).__name__ in ("ConnectError", "ConnectTimeout"):
-            return RequestFailed(f"nothing answers at {base} ({cause}): start the server (`qrecipe serve`), or mend base_url.")
-        return RequestFailed(f"the connection to {base} broke ({cause}): the server was stopped or died; its log says which.")
+            return RequestFailed(
+                f"nothing answers at {base} ({cause}): start the server (`qrecipe serve`), or mend base_url."
+            )
+        return RequestFailed(
+            f"the connection to {base} broke ({cause}): the server was stopped or died; its log says which."
+        )
     if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)) or name == "APIResponseValidationError":
-        return RequestFailed(f"{base} sent something that is not JSON: is it an OpenAI-compatible server, and does base_url end in /v1?")
+        return RequestFailed(
+            f"{base} sent something that is not JSON: is it an OpenAI-compatible server, and does base_url end in /v1?"
+        )
     return RequestFailed(f"{base} reported an error: {said}.")
 
 
@@ -105,7 +128,9 @@ def _said(error: Exception) -> str:
     body = getattr(error, "body", None)
     body = body.get("error", body) if isinstance(body, dict) else body
     message = body.get("message") if isinstance(body, dict) else None
-    text = " ".join(str(message or getattr(error, "message", None) or error or type(error).__name__).split()).rstrip(".")
+    text = " ".join(str(message or getattr(error, "message", None) or error or type(error).__name__).split()).rstrip(
+        "."
+    )
     return text if len(text) <= 300 else text[:297] + "..."
 
 
@@ -130,7 +155,11 @@ def _bad_request(said: str, status: int) -> str:
         if "at least" in said:  # it stopped counting at the limit
             mend = "shorten the prompt, ask for less with max_tokens"
         else:
-            mend = f"ask for at most {room} with max_tokens" if unit == "tokens" and 0 < room < asked else "shorten the prompt"
+            mend = (
+                f"ask for at most {room} with max_tokens"
+                if unit == "tokens" and 0 < room < asked
+                else "shorten the prompt"
+            )
         at_least = "at least " if "at least" in said else ""
         return (
             f"the prompt ({at_least}{held} {unit}) and max_tokens={asked} do not fit the context of {length} tokens: {mend}, "

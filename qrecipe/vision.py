@@ -70,7 +70,9 @@ def image_tokens(
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise BadInput(f"{name} is {value!r}: it must be a whole number of at least 1.")
     if not 0 < min_pixels <= max_pixels:
-        raise BadInput(f"min_pixels {min_pixels} and max_pixels {max_pixels}: the first must be positive and not the larger.")
+        raise BadInput(
+            f"min_pixels {min_pixels} and max_pixels {max_pixels}: the first must be positive and not the larger."
+        )
     _check_aspect(width, height, "the picture")
     unit = patch * merge
     h, w = round(height / unit) * unit, round(width / unit) * unit
@@ -88,7 +90,9 @@ def image_tokens(
 
 def _check_aspect(width: int, height: int, name: str) -> None:
     if max(width, height) / min(width, height) > LARGEST_ASPECT:
-        raise BadInput(f"{name} is {width} x {height}: one side is more than {LARGEST_ASPECT} times the other; crop or pad it.")
+        raise BadInput(
+            f"{name} is {width} x {height}: one side is more than {LARGEST_ASPECT} times the other; crop or pad it."
+        )
 
 
 def processor_limits(model_dir: str | Path) -> dict[str, int]:
@@ -102,9 +106,13 @@ def processor_limits(model_dir: str | Path) -> dict[str, int]:
             "min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"],
         }  # fmt: skip
     except OSError as error:
-        raise BadInput(f"{file} cannot be read ({error.strerror}): give the folder of a model with a vision tower.") from error
+        raise BadInput(
+            f"{file} cannot be read ({error.strerror}): give the folder of a model with a vision tower."
+        ) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise BadInput(f"{file} does not give patch_size, merge_size and size ({error}): it is no Qwen picture processor's.") from error
+        raise BadInput(
+            f"{file} does not give patch_size, merge_size and size ({error}): it is no Qwen picture processor's."
+        ) from error
 
 
 def check_image(source: str | Path | bytes | Image) -> Image:
@@ -128,7 +136,9 @@ def check_image(source: str | Path | bytes | Image) -> Image:
     except pil.DecompressionBombError:
         raise BadInput(_BOMB.format(name, "far more")) from None
     except Exception as error:  # Pillow raises many kinds on broken files
-        raise BadInput(f"{name} is cut off or broken ({' '.join(str(error).split())}): fetch or save it again.") from error
+        raise BadInput(
+            f"{name} is cut off or broken ({' '.join(str(error).split())}): fetch or save it again."
+        ) from error
 
 
 def _still(picture: Image, name: str) -> Image:

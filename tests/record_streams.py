@@ -42,7 +42,11 @@ TOOL = {
 
 
 def chat(topic: str, language: str = "en", **extra) -> tuple[str, dict]:
-    body = {"messages": [{"role": "user", "content": answer(topic, language).question}], "temperature": 0, "max_tokens": 400}
+    body = {
+        "messages": [{"role": "user", "content": answer(topic, language).question}],
+        "temperature": 0,
+        "max_tokens": 400,
+    }
     return "/chat/completions", body | extra
 
 
@@ -55,7 +59,9 @@ ASKED = {
     "length": chat("request", **OFF, **ALL, max_tokens=12),
     "two-choices": chat("hello", **OFF, **ALL, n=2, temperature=1.0, seed=1),
     "completion": ("/completions", {"prompt": "1 2 3", "max_tokens": 6, "temperature": 0, "ignore_eos": True} | ALL),
-    "tool-named": chat("hello", **OFF, **ALL, tools=[TOOL], tool_choice={"type": "function", "function": {"name": "temperature"}}),
+    "tool-named": chat(
+        "hello", **OFF, **ALL, tools=[TOOL], tool_choice={"type": "function", "function": {"name": "temperature"}}
+    ),
     "tool-required": chat("hello", **OFF, **LAST, tools=[TOOL], tool_choice="required"),
     "held-back": chat("hello", **OFF, **ALL, structured_outputs={"choice": [HELD_BACK]}),
     "split": chat("factorial", "zh", **OFF, **LAST),
@@ -64,7 +70,9 @@ PIECE = {"split": 7}  # read so many bytes at a time, so that characters come in
 KILLED = chat("request", **OFF, **ALL, ignore_eos=True)
 
 
-def record(base_url: str, model: str, path: str, body: dict, size: int | None = None, on_piece=None) -> list[tuple[float, bytes]]:
+def record(
+    base_url: str, model: str, path: str, body: dict, size: int | None = None, on_piece=None
+) -> list[tuple[float, bytes]]:
     """The raw pieces of one streamed answer, with their times; as many as came when the connection breaks."""
     pieces, start = [], time.perf_counter()
     with httpx.stream("POST", base_url + path, json=body | {"model": model, "stream": True}, timeout=120) as reply:
@@ -88,8 +96,14 @@ def blanks(folder: str) -> dict[str, int]:
 def killer(url: str, what: str):
     """A callback that kills the engine core, or the whole API server, when the eighth piece has come."""
     port = httpx.URL(url).port
-    server = psutil.Process(next(c.pid for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.laddr.port == port))
-    victim = server if what == "server" else next(p for p in server.children() if "EngineCore" in " ".join([p.name(), *p.cmdline()]))
+    server = psutil.Process(
+        next(c.pid for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.laddr.port == port)
+    )
+    victim = (
+        server
+        if what == "server"
+        else next(p for p in server.children() if "EngineCore" in " ".join([p.name(), *p.cmdline()]))
+    )
     return lambda count: victim.kill() if count == 8 else None
 
 
@@ -104,11 +118,22 @@ def main() -> None:
     model = served["id"]
     version = httpx.get(url.removesuffix("/v1") + "/version").json().get("version", "unknown")
     kill = {"killed": args.kill} if args.kill else {}
-    asked = {f"{args.kill}-killed": KILLED} if kill else {n: a for n, a in ASKED.items() if not args.names or n in args.names}
+    asked = (
+        {f"{args.kill}-killed": KILLED}
+        if kill
+        else {n: a for n, a in ASKED.items() if not args.names or n in args.names}
+    )
     for name, (path, body) in asked.items():
         bias = {"logit_bias": blanks(served["root"])} if "tools" in body else {}
         pieces = record(url, model, path, body | bias, PIECE.get(name), killer(url, args.kill) if kill else None)
-        head = {"asked": {"path": "/v1" + path, **body}, "no_blank_tokens": bool(bias), "server": f"vLLM {version}", "model": model, "recorded": str(date.today()), **kill}
+        head = {
+            "asked": {"path": "/v1" + path, **body},
+            "no_blank_tokens": bool(bias),
+            "server": f"vLLM {version}",
+            "model": model,
+            "recorded": str(date.today()),
+            **kill,
+        }
         lines = [head, *([round(t, 4), data.decode("utf-8", "surrogateescape")] for t, data in pieces)]
         file = STREAMS / f"{name}.jsonl"
         file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")

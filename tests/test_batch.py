@@ -75,7 +75,14 @@ def test_beside_a_server_on_the_gpu_chapter_07_is_skipped_and_says_why(tmp_path,
 
 
 def test_serve_words_become_arguments():
-    words = ["--gdn-prefill-backend", "triton", "--enforce-eager", "--max-num-seqs=8", "--limit-mm-per-prompt", '{"image": 0}']
+    words = [
+        "--gdn-prefill-backend",
+        "triton",
+        "--enforce-eager",
+        "--max-num-seqs=8",
+        "--limit-mm-per-prompt",
+        '{"image": 0}',
+    ]
     assert extra_arguments(words) == {
         "gdn_prefill_backend": "triton", "enforce_eager": True, "max_num_seqs": 8, "limit_mm_per_prompt": {"image": 0},
     }  # fmt: skip
@@ -92,7 +99,9 @@ def script(folder: Path, work: str) -> Path:
 
 
 def test_a_script_answers_line_by_line_and_is_gone_when_closed(tmp_path):
-    llm = Offline(script(tmp_path, "print(json.dumps({'twice': 2 * job['n']}), flush=True)"), {"model": "m"}, log=tmp_path / "log")
+    llm = Offline(
+        script(tmp_path, "print(json.dumps({'twice': 2 * job['n']}), flush=True)"), {"model": "m"}, log=tmp_path / "log"
+    )
     assert [llm.ask(n=n) for n in (1, 2)] == [{"twice": 2}, {"twice": 4}]
     assert len(llm.child.processes()) == 1 and llm.child.memory_gib() > 0
     assert llm.close() == [] and llm.child.processes() == [] and llm.close() == []
@@ -209,7 +218,11 @@ def test_a_benchmark_is_watched_while_it_runs(monkeypatch, tmp_path, metrics):
     """
     found = run_bench(bench_stub(monkeypatch, tmp_path, code), tmp_path / "r.json", metrics, every=0.1)
     assert found.concurrency == 4 and found.little == pytest.approx(3.8)
-    assert len(found.busy) >= 5 and (found.mean("running"), found.mean("waiting"), found.busy[0].kv_usage) == (4, 3, 0.25)
+    assert len(found.busy) >= 5 and (found.mean("running"), found.mean("waiting"), found.busy[0].kv_usage) == (
+        4,
+        3,
+        0.25,
+    )
     assert found.server.requests >= 8
     assert "Serving Benchmark Result" in (tmp_path / "r.log").read_text()
     assert bench.cache_config(metrics) == {"block_size": "384", "num_gpu_blocks": "2730"}
@@ -232,7 +245,12 @@ def test_a_benchmark_that_fails_says_why_and_leaves_nothing(monkeypatch, tmp_pat
     real = Child.__init__
     monkeypatch.setattr(Child, "__init__", lambda self, *a, **k: (real(self, *a, **k), seen.append(self))[0])
     with pytest.raises(error, match=words):
-        run_bench(bench_stub(monkeypatch, tmp_path, code), tmp_path / "r.json", "http://127.0.0.1:9/v1", timeout=1 if "60" in code else 30)
+        run_bench(
+            bench_stub(monkeypatch, tmp_path, code),
+            tmp_path / "r.json",
+            "http://127.0.0.1:9/v1",
+            timeout=1 if "60" in code else 30,
+        )
     assert seen[0].processes() == []
 
 

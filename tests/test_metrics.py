@@ -59,7 +59,9 @@ def test_difference_gives_means_and_none_without_samples():
 
 
 def test_hit_rate_is_of_the_tokens_asked_for():
-    assert difference(Snapshot({}), after(prefix_cache_queries_total=1200, prefix_cache_hits_total=900)).hit_rate == 0.75
+    assert (
+        difference(Snapshot({}), after(prefix_cache_queries_total=1200, prefix_cache_hits_total=900)).hit_rate == 0.75
+    )
 
 
 def test_clocks_agree_within_three_milliseconds_or_five_percent():
@@ -80,7 +82,10 @@ def test_http_is_taken_off_what_the_server_cannot_see():
 def held(monkeypatch, *runs):
     """`hold` where each request gives one of `runs`: (our TTFT, the server's, tokens that the server counted)."""
     left = [runs[0], *runs]  # the first warms up
-    server = [difference(Snapshot({}), after(time_to_first_token_seconds_sum=b, generation_tokens_total=n)) for _, b, n in left]
+    server = [
+        difference(Snapshot({}), after(time_to_first_token_seconds_sum=b, generation_tokens_total=n))
+        for _, b, n in left
+    ]
     monkeypatch.setattr(metrics, "round_trip", lambda *_: 0.002)
     monkeypatch.setattr(metrics, "read_metrics", lambda *_, **__: None)
     monkeypatch.setattr(metrics, "difference", lambda *_: server.pop(0))
@@ -109,7 +114,10 @@ def test_round_trip_is_the_time_of_a_refusal():
 
 
 def test_several_tokens_a_step_are_compared_by_step():
-    rows = {r.name: r for r in compare(ours(tokens=(1, 3, 2, 2)), difference(Snapshot({}), after(generation_tokens_total=8)))}
+    rows = {
+        r.name: r
+        for r in compare(ours(tokens=(1, 3, 2, 2)), difference(Snapshot({}), after(generation_tokens_total=8)))
+    }
     assert rows["ITL, mean"].agrees and rows["completion tokens"].agrees
 
 

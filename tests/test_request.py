@@ -61,7 +61,11 @@ def test_times_follow_their_formulas():
     assert all(0.01 < gap < 0.2 for gap in result.itl)
     assert 0 <= result.connect < result.marks["sent"] < result.marks["headers"] < result.ttft
     table = {row.name: row for row in result.table()}
-    assert table["TPOT"].unit == "ms" and table["TPOT"].formula == "(E2E - TTFT) / (n - 1)" and "perf_counter" in table["TTFT"].clock
+    assert (
+        table["TPOT"].unit == "ms"
+        and table["TPOT"].formula == "(E2E - TTFT) / (n - 1)"
+        and "perf_counter" in table["TTFT"].clock
+    )
     assert table["prompt tokens"].value == 26 and table["prompt tokens"].clock == "server, usage"
 
 
@@ -96,13 +100,21 @@ def test_reasoning_comes_first_and_has_its_own_clock():
 
 
 def test_older_servers_call_it_reasoning_content():
-    pieces = sse(chunk({"reasoning_content": "Hm."}, usage=(9, 1)), chunk({"content": "A"}, finish="stop", usage=(9, 2)), "[DONE]")
+    pieces = sse(
+        chunk({"reasoning_content": "Hm."}, usage=(9, 1)),
+        chunk({"content": "A"}, finish="stop", usage=(9, 2)),
+        "[DONE]",
+    )
     result, _ = ask(Reply(pieces))
     assert result.reasoning == "Hm." and result.text == "A" and result.usage["completion_tokens"] == 2
 
 
 def test_one_delta_may_end_the_reasoning_and_open_the_answer():
-    pieces = sse(chunk({"reasoning": "ab", "content": "cd"}, usage=(9, 4)), chunk({"content": ""}, finish="stop", usage=(9, 5)), "[DONE]")
+    pieces = sse(
+        chunk({"reasoning": "ab", "content": "cd"}, usage=(9, 4)),
+        chunk({"content": ""}, finish="stop", usage=(9, 5)),
+        "[DONE]",
+    )
     result, _ = ask(Reply(pieces))
     assert [(c.kind, c.tokens) for c in result.chunks] == [("reasoning", 2), ("content", 2), ("finish", 1)]
     assert result.ttft == result.ttft_content and len(result.itl) == 1 and len(result.steps) == 1
@@ -139,7 +151,9 @@ def test_merged_chunks_share_the_usage_by_length():
 
 
 def test_token_ids_count_where_usage_does_not():
-    pieces = sse(chunk({"content": "ab"}, token_ids=[1, 2]), chunk({"content": "c"}, finish="stop", token_ids=[3]), "[DONE]")
+    pieces = sse(
+        chunk({"content": "ab"}, token_ids=[1, 2]), chunk({"content": "c"}, finish="stop", token_ids=[3]), "[DONE]"
+    )
     result, _ = ask(Reply(pieces))
     assert [c.tokens for c in result.chunks] == [2, 1] and result.counted_by == "token entries of every chunk"
 
@@ -188,15 +202,33 @@ def test_several_choices_are_kept_apart():
 
 
 def test_an_empty_answer_is_an_answer():
-    pieces = sse(chunk({"role": "assistant", "content": ""}, usage=(9, 0)), chunk({"content": ""}, finish="stop", usage=(9, 1)), chunk(usage=(9, 1)), "[DONE]")
+    pieces = sse(
+        chunk({"role": "assistant", "content": ""}, usage=(9, 0)),
+        chunk({"content": ""}, finish="stop", usage=(9, 1)),
+        chunk(usage=(9, 1)),
+        "[DONE]",
+    )
     result, _ = ask(Reply(pieces))
-    assert result.text == "" and result.complete and result.ttft_content is None and result.tpot is None and result.itl == []
+    assert (
+        result.text == ""
+        and result.complete
+        and result.ttft_content is None
+        and result.tpot is None
+        and result.itl == []
+    )
     assert result.ttft == result.e2e
 
 
 def test_completions_endpoint():
     def text(t, finish=None, usage=None):
-        return {"id": "c", "object": "text_completion", "created": 1, "model": "m", "choices": [{"index": 0, "text": t, "finish_reason": finish, "logprobs": None}], "usage": usage}
+        return {
+            "id": "c",
+            "object": "text_completion",
+            "created": 1,
+            "model": "m",
+            "choices": [{"index": 0, "text": t, "finish_reason": finish, "logprobs": None}],
+            "usage": usage,
+        }
 
     u = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
     pieces = sse(text(" A", usage=u), text(" B", "length", usage={**u, "completion_tokens": 2}), "[DONE]")
@@ -206,7 +238,12 @@ def test_completions_endpoint():
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_bytes_may_be_cut_anywhere(size):
-    events = sse(chunk({"content": "阶乘"}, usage=(9, 1)), chunk({"content": "是 120。😀"}, finish="stop", usage=(9, 5)), chunk(usage=(9, 5)), "[DONE]")
+    events = sse(
+        chunk({"content": "阶乘"}, usage=(9, 1)),
+        chunk({"content": "是 120。😀"}, finish="stop", usage=(9, 5)),
+        chunk(usage=(9, 5)),
+        "[DONE]",
+    )
     data = b"".join(piece for _, piece in events)
     result, _ = ask(Reply([(0, data[i : i + size]) for i in range(0, len(data), size)]))
     assert result.text == "阶乘是 120。😀" and result.completion_tokens == 5 and result.complete
@@ -220,7 +257,13 @@ def test_server_killed_mid_stream_keeps_what_came():
 
 
 def test_error_event_mid_stream_keeps_what_came():
-    pieces = [*CHAT[:2], *sse({"error": {"message": "EngineCore encountered an issue.", "type": "InternalServerError", "code": 500}}, "[DONE]")]
+    pieces = [
+        *CHAT[:2],
+        *sse(
+            {"error": {"message": "EngineCore encountered an issue.", "type": "InternalServerError", "code": 500}},
+            "[DONE]",
+        ),
+    ]
     result, _ = ask(Reply(pieces))
     assert not result.complete and result.text == "One " and "EngineCore encountered an issue" in result.notes[-1]
 
@@ -352,7 +395,9 @@ def test_the_command_prints_the_answer_and_each_figure(monkeypatch, capsys):
 
 
 def test_the_command_asks_servers_that_know_only_openai_s_own_fields(monkeypatch, capsys):
-    with replay(error(400, "Unrecognized request argument supplied: chat_template_kwargs"), Reply(strip_usage(CHAT))) as (url, seen):
+    with replay(
+        error(400, "Unrecognized request argument supplied: chat_template_kwargs"), Reply(strip_usage(CHAT))
+    ) as (url, seen):
         code, out, _ = command_line(monkeypatch, capsys, "--url", url, "--model", "gpt", "--prompt", "Hi", "--json")
     assert code == 0 and "chat_template_kwargs" not in seen[1] and "chat_template_kwargs" in seen[0]
     assert "asked without" in json.loads(out)["notes"][-1]
@@ -363,7 +408,10 @@ def test_the_command_s_exit_code_tells_a_broken_stream_and_bad_input(monkeypatch
         code, out, _ = command_line(monkeypatch, capsys, "--url", url, "--model", "m")
         assert code == 1 and "One two" in out and "stream broke" in out
     (tmp_path / "a.png").write_text("no picture")
-    for words, said in [(["--image", str(tmp_path / "a.png")], "not a picture"), (["--max-tokens", "0"], "max_tokens is 0")]:
+    for words, said in [
+        (["--image", str(tmp_path / "a.png")], "not a picture"),
+        (["--max-tokens", "0"], "max_tokens is 0"),
+    ]:
         code, _, err = command_line(monkeypatch, capsys, "--url", "http://127.0.0.1:9/v1", "--model", "m", *words)
         assert code == 2 and said in err and len(err.splitlines()) == 1
     code, _, err = command_line(monkeypatch, capsys, "--url", "http://127.0.0.1:9/v1")

@@ -62,7 +62,14 @@ def test_each_lesson_has_a_recorded_result_with_device_version_and_date(name):
 
 def test_a_result_is_kept_only_when_there_is_one(tmp_path, monkeypatch):
     monkeypatch.setattr(restarts, "FOLDER", tmp_path / "kept")
-    facts = {"chapter": "05_dissect_request", "engine": "gpu", "device": "H", "versions": {"vllm": "1"}, "date": "2026-01-01T", "model": {}}
+    facts = {
+        "chapter": "05_dissect_request",
+        "engine": "gpu",
+        "device": "H",
+        "versions": {"vllm": "1"},
+        "date": "2026-01-01T",
+        "model": {},
+    }
     (tmp_path / "a.json").write_text(json.dumps(facts))
     with pytest.raises(BadInput, match="restarts True"):
         restarts.keep(tmp_path / "a.json")

@@ -97,7 +97,9 @@ def test_characters_of_several_tokens_are_held_back_and_counted():
     result = play("held-back")
     assert result.text == HELD_BACK
     many = [c for c in result.chunks if c.tokens > 1]
-    assert {c.text for c in many} >= {"😀", "🙂"} and sum(spread for _, _, spread in result.gaps()) >= sum(c.tokens for c in many[1:])
+    assert {c.text for c in many} >= {"😀", "🙂"} and sum(spread for _, _, spread in result.gaps()) >= sum(
+        c.tokens for c in many[1:]
+    )
     assert any("more than one token" in note for note in result.notes)
 
 

@@ -48,7 +48,9 @@ def test_tokens_are_those_of_the_processor_on_200_sizes(limits):
 def test_tokens_are_those_of_pictures_really_processed():
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
-    processor = Qwen2VLImageProcessor(patch_size=16, merge_size=2, size={"shortest_edge": 65_536, "longest_edge": 1_048_576})
+    processor = Qwen2VLImageProcessor(
+        patch_size=16, merge_size=2, size={"shortest_edge": 65_536, "longest_edge": 1_048_576}
+    )
     for width, height in [(1, 1), (15, 2000), (48, 48), (333, 517), (640, 480), (1920, 1080), (80, 80), (256, 256)]:
         grid = processor(Image.new("RGB", (width, height)), return_tensors="pt")["image_grid_thw"][0].tolist()
         ours = image_tokens(width, height, **TEACHING)
@@ -62,9 +64,7 @@ def test_known_sizes():
     assert image_tokens(8000, 8000).tokens == 16_384  # the most a picture can take
 
 
-@pytest.mark.parametrize(
-    "bad", [(0, 5), (5, -1), (True, 5), (2.5, 5), (201, 1), (1, 201)], ids=str
-)
+@pytest.mark.parametrize("bad", [(0, 5), (5, -1), (True, 5), (2.5, 5), (201, 1), (1, 201)], ids=str)
 def test_impossible_sizes_are_refused(bad):
     with pytest.raises(BadInput):
         image_tokens(*bad)
