@@ -76,10 +76,10 @@ class Comparison(NamedTuple):
 
     name: str
     ours: float
-    servers: float | None
-    unit: str
-    difference: float | None
-    agrees: bool | None
+    servers: float | None = None
+    unit: str = "ms"
+    difference: float | None = None
+    agrees: bool | None = None
 
 
 def parse_metrics(text: str) -> Snapshot:
@@ -174,44 +174,26 @@ def compare(ours: Dissection, server: ServerSide, http: float = 0.0) -> list[Com
     gaps = ours.itl if server.steps == len(ours.itl) else ours.steps
     less, out = " - HTTP" if http else "", []
     if http and ours.ttft and server.ttft:
-        out += [
-            _held("TTFT as measured", ours.ttft, server.ttft, shown=True),
-            Comparison("HTTP alone", 1000 * http, None, "ms", None, None),
-        ]
-    for name, a, b in (("TTFT" + less, ours.ttft and ours.ttft - http, server.ttft),
-                       ("ITL, mean", sum(gaps) / len(gaps) if gaps else None, server.itl),
-                       ("E2E" + less, ours.e2e and ours.e2e - http, server.e2e)):  # fmt: skip
-        if a is not None and b is not None:
-            out.append(_held(name, a, b))
-    if ours.prompt_tokens is not None:
-        out.append(
-            Comparison(
-                "prompt tokens",
-                ours.prompt_tokens,
-                server.prompt_tokens,
-                "tokens",
-                *_exact(ours.prompt_tokens, server.prompt_tokens),
-            )
-        )
-    both = ours.completion_tokens, server.generation_tokens
-    return [*out, Comparison("completion tokens", *both, "tokens", *_exact(*both))]
+        raw = _in_ms("TTFT as measured", ours.ttft, server.ttft)._replace(agrees=None)
+        out = [raw, Comparison("HTTP alone", 1000 * http)]
+    times = [
+        ("TTFT" + less, ours.ttft and ours.ttft - http, server.ttft),
+        ("ITL, mean", statistics.fmean(gaps) if gaps else None, server.itl),
+        ("E2E" + less, ours.e2e and ours.e2e - http, server.e2e),
+    ]
+    counts = [
+        ("prompt tokens", ours.prompt_tokens, server.prompt_tokens),
+        ("completion tokens", ours.completion_tokens, server.generation_tokens),
+    ]
+    out += [_in_ms(name, a, b) for name, a, b in times if a is not None and b is not None]
+    return out + [Comparison(name, a, b, "tokens", a - b, a == b) for name, a, b in counts if a is not None]
 
 
-def _held(name: str, ours: float, servers: float, difference: float | None = None, shown: bool = False) -> Comparison:
-    """Seconds as a row in ms; `shown` rows carry no verdict."""
-    apart = ours - servers if difference is None else difference
-    return Comparison(
-        name,
-        1000 * ours,
-        1000 * servers,
-        "ms",
-        1000 * apart,
-        None if shown else abs(apart) <= max(0.003, 0.05 * servers),
-    )
-
-
-def _exact(ours: int, servers: int) -> tuple[int, bool]:
-    return ours - servers, ours == servers
+def _in_ms(name: str, ours: float, servers: float, apart: float | None = None) -> Comparison:
+    """A row of seconds, in ms; `apart` is their difference where it is not that of the two."""
+    apart = ours - servers if apart is None else apart
+    agrees = abs(apart) <= max(0.003, 0.05 * servers)
+    return Comparison(name, 1000 * ours, 1000 * servers, "ms", 1000 * apart, agrees)
 
 
 def hold(client: Any, base_url: str, repeat: int = 5, **request: Any) -> list[Comparison]:
@@ -227,19 +209,21 @@ def hold(client: Any, base_url: str, repeat: int = 5, **request: Any) -> list[Co
         waited = _waited(threads) - waited
         rows = compare(ours, difference(before, read_metrics(base_url, after=before)), http)
         if threads:
-            rows.append(Comparison("waited for a core", 1000 * waited, None, "ms", None, None))
+            rows.append(Comparison("waited for a core", 1000 * waited))
         runs.append(rows)
     return [_middle(rows) for rows in zip(*runs[1:], strict=True)]
 
 
 def _middle(rows: tuple[Comparison, ...]) -> Comparison:
-    first, middle = rows[0], statistics.median
-    if first.servers is None:
-        return first._replace(ours=middle(r.ours for r in rows))
+    """One row for the same figure of several requests: medians; of tokens the first that does not agree."""
+    first = rows[0]
     if first.unit == "tokens":
         return next((r for r in rows if not r.agrees), first)
-    ours, servers, apart = (middle(getattr(r, name) for r in rows) / 1000 for name in ("ours", "servers", "difference"))
-    return _held(first.name, ours, servers, apart, shown=first.agrees is None)
+    if first.servers is None:
+        return first._replace(ours=statistics.median(r.ours for r in rows))
+    medians = (statistics.median(getattr(r, name) for r in rows) / 1000 for name in ("ours", "servers", "difference"))
+    found = _in_ms(first.name, *medians)
+    return found if first.agrees is not None else found._replace(agrees=None)
 
 
 def _threads(base_url: str) -> list[Path]:
