@@ -187,8 +187,8 @@ def _passing(state: dict) -> bool:
 def join_running(state: dict, recipe: ServeRecipe, folder: Path, keep: bool, grace: float, key: str | None) -> Path:
     """Become an owner of the running server; BadInput says which flags differ."""
     differing = ServeRecipe.from_dict(state["recipe"]).differences(recipe)
-    if bool(key) != state["key"]:
-        differing.append(f"{'an' if key else 'no'} API key instead of {'one' if state['key'] else 'none'}")
+    if key and not (state["key"] and key == (folder / "api-key").read_text()):
+        differing.append(f"an API key instead of {'another one' if state['key'] else 'none'}")
     if differing:
         raise BadInput(
             f"a server with other flags runs on port {recipe.port} ({'; '.join(differing)} asked for): stop it with 'qrecipe stop --port {recipe.port}', or choose another port"

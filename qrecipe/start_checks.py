@@ -79,19 +79,19 @@ def check_gpus(share: float, count: int) -> None:
 
 
 def key_for(recipe: ServeRecipe, folder: Path, new: bool) -> str | None:
-    """The API key that the server gets: $VLLM_API_KEY, else with `new` the one in the server's folder, made when there is none.
+    """The API key that the server gets: $VLLM_API_KEY, else with `new` one of its own, kept in its folder from start to start.
 
     Raises BadInput for a host that other machines reach and no key.
     """
     key, file = os.environ.get("VLLM_API_KEY"), folder / "api-key"
-    if key in ("", "EMPTY"):  # what clients send where there is none
-        key = None
-    if not key and new:
-        key = file.read_text() if file.is_file() else secrets.token_urlsafe(32)
     try:
         local = recipe.host == "localhost" or ipaddress.ip_address(recipe.host).is_loopback
     except ValueError:
         local = False
+    if key in (None, "", "EMPTY"):  # "EMPTY" is what clients send where there is none
+        key = file.read_text() if (new or not local) and file.is_file() else None
+    if new and not key:
+        key = secrets.token_urlsafe(32)
     if not (key or local):
         raise BadInput(
             f"host {recipe.host} lets other machines in and there is no API key: set VLLM_API_KEY, or let --new-key make one"

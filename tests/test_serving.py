@@ -250,7 +250,15 @@ def test_another_host_is_refused_without_a_key_and_a_new_key_stays_in_its_file(s
     assert Server.start(open_, new_key=True).api_key == server.api_key  # the students' line stays good
 
 
-def test_a_server_with_a_key_is_not_joined_without_one_and_no_key_is_no_key(stub, port, monkeypatch):
+def test_a_server_with_a_key_is_joined_from_here_and_not_with_another_key(stub, port, monkeypatch):
+    server = Server.start(ServeRecipe("stub", port=port), new_key=True)
+    assert Server.start(ServeRecipe("stub", port=port)).api_key == server.api_key
+    monkeypatch.setenv("VLLM_API_KEY", "mine")
+    with pytest.raises(BadInput, match="an API key instead of another one"):
+        Server.start(ServeRecipe("stub", port=port))
+
+
+def test_a_server_without_a_key_is_not_joined_with_one_and_no_key_is_no_key(stub, port, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "EMPTY")
     server = Server.start(ServeRecipe("stub", port=port))
     assert server.api_key == "EMPTY" and not (server.folder / "api-key").exists()
