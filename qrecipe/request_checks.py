@@ -80,47 +80,36 @@ def served_models(client: Any) -> list[str]:
 
 def explain(error: Exception, client: Any, model: str) -> RequestFailed:
     """One sentence for what a client or server raised: what was found and what mends it."""
-    if isinstance(error, RequestFailed):
-        return error
-    status, base = getattr(error, "status_code", None), str(client.base_url).rstrip("/")
-    said = _said(error)
+    return error if isinstance(error, RequestFailed) else RequestFailed(_sentence(error, client, model))
+
+
+def _sentence(error: Exception, client: Any, model: str) -> str:
+    base, said, name = str(client.base_url).rstrip("/"), _said(error), type(error).__name__
+    status = getattr(error, "status_code", None) or 0
     if status == 404:
-        return RequestFailed(_not_found(said, base, client, model))
+        return _not_found(said, base, client, model)
     if status in (401, 403):
-        return RequestFailed(
-            f"{base} refused the API key ({status}): pass OpenAI(api_key=...) the key that the server was started with "
-            "(`vllm serve ... --api-key KEY`)."
-        )
+        mend = "pass OpenAI(api_key=...) the key that the server was started with (`vllm serve ... --api-key KEY`)"
+        return f"{base} refused the API key ({status}): {mend}."
     if status == 429:
         wait = getattr(getattr(error, "response", None), "headers", {}).get("retry-after")
-        return RequestFailed(
-            f"{base} is over its request limit (429): " + (f"wait {wait} s and" if wait else "wait and") + " try again."
-        )
+        return f"{base} is over its request limit (429): wait {f'{wait} s ' if wait else ''}and try again."
     if status in (400, 413, 422):
-        return RequestFailed(_bad_request(said, status))
-    if status and status >= 500:
-        return RequestFailed(
-            f"the server failed with {status} ({said}): its own log says why; `qrecipe log FILE` reads it."
-        )
-    name = type(error).__name__
+        return _bad_request(said, status)
+    if status >= 500:
+        return f"the server failed with {status} ({said}): its own log says why; `qrecipe log FILE` reads it."
     if name == "APITimeoutError":
-        return RequestFailed(
-            f"{base} was silent longer than the client's timeout: raise timeout= or look whether the server is busy."
-        )
+        return f"{base} was silent longer than the client's timeout: raise timeout= or look whether the server is busy."
     if name == "APIConnectionError":
         cause = error.__cause__ or error
         if "refused" in str(cause) or type(cause).__name__ in ("ConnectError", "ConnectTimeout"):
-            return RequestFailed(
-                f"nothing answers at {base} ({cause}): start the server (`qrecipe serve`), or mend base_url."
-            )
-        return RequestFailed(
-            f"the connection to {base} broke ({cause}): the server was stopped or died; its log says which."
-        )
+            return f"nothing answers at {base} ({cause}): start the server (`qrecipe serve`), or mend base_url."
+        return f"the connection to {base} broke ({cause}): the server was stopped or died; its log says which."
     if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)) or name == "APIResponseValidationError":
-        return RequestFailed(
+        return (
             f"{base} sent something that is not JSON: is it an OpenAI-compatible server, and does base_url end in /v1?"
         )
-    return RequestFailed(f"{base} reported an error: {said}.")
+    return f"{base} reported an error: {said}."
 
 
 def _said(error: Exception) -> str:
