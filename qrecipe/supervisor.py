@@ -132,8 +132,11 @@ class Supervisor:
         named = {}
         for process in processes:
             with suppress(psutil.Error):
-                if process.name().startswith("VLLM::"):
-                    named[Pid.of(process.pid)] = process.name()
+                name, parent = process.name(), process.parent()
+                if name.startswith("VLLM::") and not (
+                    parent and parent.name() == name
+                ):  # not a helper that it has forked
+                    named[Pid.of(process.pid)] = name
         kept = {p: name for p, name in self.engine.items() if p in named or not p.alive()}
         self.engine = kept | {p: name for p, name in named.items() if p in self.seen}  # not a compiler just forked
         self.seen = named
