@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .show import CARD, COLORS, DASHES, GRID, INK, MARKERS, _figure, _legend, _measured, _patch, _style
 
@@ -46,6 +46,20 @@ def distributions(
     return figure
 
 
+def _target(ax: Any, value: float) -> None:
+    """A line across the axes, or a word at their top where it lies far above the curves and would flatten them."""
+    above = value > 1.5 * ax.get_ylim()[1]
+    if not above:
+        ax.axhline(value, color=COLORS[5], linewidth=1.2, linestyle=":")
+        ax.set_ylim(0, max(ax.get_ylim()[1], 1.08 * value))
+    said = f"target {value:g}" + (" lies above" if above else "")
+    look = {"fontsize": 8.5, "color": INK, "in_layout": False}
+    if above:
+        ax.text(0.02, 0.97, said, transform=ax.transAxes, ha="left", va="top", **look)
+    else:
+        ax.text(1, value, said, transform=ax.get_yaxis_transform(), ha="right", va="bottom", **look)
+
+
 def sweep(
     concurrency: Sequence[int], panels: Mapping[str, Mapping[str, Sequence[float | None]]], *, title: str, limit: float | None = None,
     limit_name: str = "predicted limit", targets: Mapping[str, float] | None = None,
@@ -77,17 +91,8 @@ def sweep(
             handles["limit"] = ax.axvline(
                 limit, color="#6b675c", linewidth=1.4, linestyle=(0, (4, 2)), label=f"{limit_name}: {limit:g} at once"
             )
-        if targets and name in targets:
-            ax.axhline(targets[name], color=COLORS[5], linewidth=1.2, linestyle=":")
-            ax.annotate(
-                "target",
-                (1, targets[name]),
-                xycoords=("axes fraction", "data"),
-                xytext=(-4, 3),
-                textcoords="offset points",
-                ha="right",
-                fontsize=8.5,
-                color=INK,
-            )
+        target = (targets or {}).get(name)
+        if target is not None:
+            _target(ax, target)
     _legend(figure, list(handles.values()), 4)
     return _measured(figure)

@@ -1,5 +1,6 @@
 """The two figures of one request: when its tokens came, and the patches that a picture is cut into."""
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,9 @@ KINDS = {
 
 
 def one_line(text: str | None, width: int = 400) -> str:
-    """A model's words in one line: line ends as ⏎, what is beyond `width` as …, so that any answer can be shown."""
-    line = (text or "").strip(" ").replace("\n", "⏎")
+    """A model's words in one line, so that any answer can be shown: line ends as ⏎, ten and more of one sign counted
+    (⏎×128, as random weights write), what is beyond `width` as …."""
+    line = re.sub(r"(.)\1{9,}", lambda run: f"{run[1]}×{len(run[0])}", (text or "").strip(" ").replace("\n", "⏎"))
     return line if len(line) <= width else line[: width - 1] + "…"
 
 
