@@ -133,7 +133,9 @@ def shoot(page, name):
         wide = page.viewport_size["width"]
         os.makedirs(folder, exist_ok=True)
         inner = page.evaluate(
-            "document.querySelector('.jp-WindowedPanel-outer')?.scrollHeight || document.body.scrollHeight"
+            """() => { const outer = document.querySelector('.jp-WindowedPanel-outer')
+            if (outer) outer.scrollTop = 0
+            return Math.max(1400, outer ? outer.scrollHeight : document.body.scrollHeight) }"""
         )
         page.set_viewport_size({"width": wide, "height": min(16000, inner + 140)})
         page.wait_for_timeout(1500)
