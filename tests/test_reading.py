@@ -42,11 +42,11 @@ def opening(name: str) -> dict[str, str]:
 
 def glossary() -> str:
     terms = tomllib.loads((ROOT / "qrecipe/data/glossary.toml").read_text())
-    lines = ["# Glossary", "", "| term | means | first in |", "|---|---|---|"]
+    lines = ["# Glossary", "", "| term | means | chapter |", "|---|---|---|"]
     names = {int(name[:2]): name for name in CHAPTERS}
     for term in sorted(terms, key=str.lower):
         chapter, says = terms[term]
-        lines.append(f"| **{term}** | {says} | [chapter {chapter}]({names[chapter]}.ipynb) |")
+        lines.append(f"| **{term}** | {says} | [{chapter}]({names[chapter]}.ipynb) |")
     return "\n".join(lines) + "\n"
 
 
