@@ -218,7 +218,7 @@ def card() -> Any:
     kept |= {n: e for n, e in chapter.exercises.items() if e["tries"] or n not in kept}
     mine = [n for n in book() if n in chapter.exercises]
     if not any(kept[n]["tries"] for n in mine):
-        return Told("open", (f"Exercises: none of {len(mine)} answered.",))
+        return Told("open", (f"Exercises: none of {len(mine)} answered; run this cell again after you have.",))
     rows = [(f"{n} {book()[n]['title']}", _word(kept[n])) for n in mine]
     for number in dict.fromkeys(n.split(".")[0] for n in book()):
         ones = [n for n in book() if n.split(".")[0] == number]

@@ -180,7 +180,7 @@ def test_nothing_typed_passes_quietly_and_leaves_no_file(begin):
     file = begin()
     told = [exercise.check(n, empty, **VALUES[n]) for n, empty in zip(ANSWERS, [None, "", {}] * 11, strict=False)]
     assert {t.state for t in told} == {"open"} and not file.exists()
-    assert repr(exercise.card()) == f"○ Exercises: none of {len(ANSWERS)} answered."
+    assert repr(exercise.card()) == f"○ Exercises: none of {len(ANSWERS)} answered; run this cell again after you have."
 
 
 def test_answers_as_a_parameter_one_or_several(begin):
