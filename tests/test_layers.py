@@ -442,7 +442,10 @@ def test_the_doctor_prints_json_and_exits_by_its_verdict(capsys, monkeypatch):
 def test_qrecipe_doctor_exits_1_with_the_first_broken_layer(capsys, monkeypatch):
     from qrecipe import cli
 
-    for facts, code, last in [(D4090, 1, "First broken layer: CUDA in PyTorch. Mend: uv pip install"), (GOOD, 0, "No layer is broken.")]:
+    for facts, code, last in [
+        (D4090, 1, "First broken layer: CUDA in PyTorch. Mend: uv pip install"),
+        (GOOD, 0, "No layer is broken."),
+    ]:
         monkeypatch.setattr(layers, "gather", lambda facts=facts: facts)
         monkeypatch.setattr(sys, "argv", ["qrecipe", "doctor"])
         with pytest.raises(SystemExit) as end:
