@@ -67,7 +67,8 @@ def test_each_rank_is_in_the_log_and_its_tokens_were_predicted(engine, served):
     kind, facts = served
     log = read_log(Path(facts["log"]))
     assert sorted(rank["rank"] for rank in log.ranks) == RANKS[kind] and log.ready
-    shape = load_shape(facts["recipe"]["model"])
+    (model,) = (engine.state / "models").iterdir()
+    shape = load_shape(model)
     pool = plan_pool(shape, block_size=128, tensor_parallel_size=2 if kind == "tensor" else 1)
     blocks = pool.blocks([log.available_kv_gib * 2**30])
     assert log.attention_block_tokens == pool.block_tokens
