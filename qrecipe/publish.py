@@ -64,7 +64,8 @@ def stamp(run: dict) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     where = run["reason"] if run["device"] in run["reason"] else f"{run['device']} ({run['reason']})"
     said = [f"**Executed on** {where}; {versions}; {run['date'][:10]}."]
-    away = run["lock_departures"]
+    first = ("torch ", "triton ", "vllm ", "transformers ")
+    away = sorted(run["lock_departures"], key=lambda told: not told.startswith(first))
     if away:
         more = f" and {len(away) - 3} more" if len(away) > 3 else ""
         said.append(f"This is not the environment of requirements/{run['lock']}: {'; '.join(away[:3])}{more}.")

@@ -1,0 +1,87 @@
+"""The landed runs: executed whole, stamped, in agreement with their own server log, naming no machine; README's numbers are theirs."""
+
+import base64
+import json
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from qrecipe.startup_log import read_log
+
+ROOT = Path(__file__).resolve().parent.parent
+GALLERY = ROOT / "gallery"
+RUNS = {p.parent.name: json.loads(p.read_text(encoding="utf-8")) for p in sorted(GALLERY.glob("*/run.json"))}
+CHAPTERS = sorted(p.stem for p in (ROOT / "notebooks").glob("0[1-8]_*.ipynb"))
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+each = pytest.mark.parametrize("name", RUNS)
+
+
+def notebooks(name):
+    return {stem: nbformat.read(GALLERY / name / f"{stem}.ipynb", as_version=4) for stem in CHAPTERS}
+
+
+def measured(name, chapter, figure):
+    found = next(c for c in RUNS[name]["chapters"] if c["name"] == chapter)
+    return found["measured"][figure]["value"]
+
+
+def test_the_reference_runs_are_there():
+    assert {"h200"} <= set(RUNS) <= {"cpu", "h200"}
+
+
+@each
+def test_every_chapter_passed_and_every_cell_was_run(name):
+    assert RUNS[name]["passed"] and {c["name"]: c["status"] for c in RUNS[name]["chapters"]} == dict.fromkeys(
+        CHAPTERS, "passed"
+    )
+    for stem, nb in notebooks(name).items():
+        code = [c for c in nb.cells if c.cell_type == "code" and c.source.strip()]
+        assert code and all(c.execution_count for c in code), stem
+        assert not any(o.output_type == "error" for c in code for o in c.outputs), stem
+
+
+@each
+def test_every_page_says_what_it_ran_on(name):
+    run = RUNS[name]
+    for stem, nb in notebooks(name).items():
+        stamp = nb.cells[1].source
+        for said in (run["device"], run["date"][:10], *(f"{k} {v}" for k, v in run["versions"].items())):
+            assert said in stamp, (stem, said)
+        assert ("Dummy weights" in stamp) == (run["weights"] == "dummy")
+    page = (GALLERY / name / "index.html").read_text(encoding="utf-8")
+    assert all(f'id="{stem}"' in page for stem in CHAPTERS) and run["device"] in page
+
+
+def test_the_gpu_run_says_that_it_did_not_run_the_gpu_lock():
+    run = RUNS["h200"]
+    assert run["engine"] == "gpu" and run["weights"] == "dummy" and "driver" in run["reason"]
+    assert run["lock_sha256"] is None and any(d.startswith("torch ") for d in run["lock_departures"])
+    assert all(word in run["note"] for word in ("0.23.0", "2.11", "triton"))
+
+
+@each
+def test_the_figures_are_those_of_the_server_log(name):
+    log = read_log(GALLERY / name / RUNS[name]["server"]["log"])
+    assert log.ready and log.failure is None
+    assert measured(name, "04_read_memory_profile", "KV cache, tokens") == log.kv_cache_tokens
+    if name == "h200":
+        assert measured(name, "04_read_memory_profile", "weights") == log.weights_gib
+        assert measured(name, "04_read_memory_profile", "KV cache") == log.available_kv_gib
+
+
+@each
+def test_no_file_names_a_machine_or_is_large(name):
+    for file in (GALLERY / name).iterdir():
+        text = file.read_text(encoding="utf-8")
+        assert file.stat().st_size < 4_000_000, file.name
+        for found in re.finditer(r"(?<![\w.+/])/(tmp|root|work|home(?!/me/)|logs|models|opt)/[\w.]", text):
+            raise AssertionError(f"{file.name}: {text[max(0, found.start() - 60) : found.end() + 40]!r}")
+
+
+def test_the_picture_in_the_readme_is_the_gallery_s():
+    bar = next(c for c in notebooks("h200")["04_read_memory_profile"].cells if c.id == "bar")
+    picture = next(o.data["image/png"] for o in bar.outputs if "image/png" in o.get("data", {}))
+    assert base64.b64decode(picture) == (GALLERY / "memory-h200.png").read_bytes()
+    assert "gallery/memory-h200.png" in README
