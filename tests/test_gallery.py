@@ -8,6 +8,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from qrecipe.memory import budget
 from qrecipe.startup_log import read_log
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -85,3 +86,32 @@ def test_the_picture_in_the_readme_is_the_gallery_s():
     picture = next(o.data["image/png"] for o in bar.outputs if "image/png" in o.get("data", {}))
     assert base64.b64decode(picture) == (GALLERY / "memory-h200.png").read_bytes()
     assert "gallery/memory-h200.png" in README
+
+
+def test_the_numbers_in_the_readme_are_the_run_s():
+    run, alone = RUNS["h200"], measured("h200", "05_dissect_request", "TPOT")
+    said = [
+        f"all eight chapters {run['seconds']:.0f} s on an H200",
+        f"first start {run['server']['ready_seconds']:.0f} s",
+        f"| {run['server']['ready_seconds']:.0f} s |",
+        f"| {alone:.2f} ms |",
+        f"| {measured('h200', '08_benchmark', 'best throughput'):,.0f} tokens/s |",
+        f"| {measured('h200', '07_offline_inference', 'batch against one by one'):.1f} times as fast |",
+        f"{measured('h200', '04_read_memory_profile', 'weights')} GiB, {measured('h200', '04_read_memory_profile', 'KV cache')} GiB",
+        f"{measured('h200', '04_read_memory_profile', 'KV cache, tokens'):,} tokens",
+        run["date"][:10],
+    ]
+    flat = " ".join(README.split())
+    assert [text for text in said if text not in flat] == []
+
+
+def test_the_golden_check_of_the_run():
+    """From card and flags alone: weights within 1 %, pool within 3 %; tokens exact given the logged pool."""
+    log = read_log(GALLERY / "h200" / RUNS["h200"]["server"]["log"])
+    flags = {"max_model_len": log.max_model_len, "vllm_version": log.vllm_version}
+    found = budget("Qwen3.5-4B", gpu="H200", gpu_memory_utilization=log.utilization, **flags)
+    assert found.weights_gib == pytest.approx(log.weights_gib, rel=0.01)
+    assert found.available_kv_gib == pytest.approx(log.available_kv_gib, rel=0.03)
+    law = budget("Qwen3.5-4B", available_kv_gib=log.available_kv_gib, **flags)
+    low, high = law.kv_cache_tokens_range
+    assert low <= log.kv_cache_tokens <= high and law.kv_cache_tokens == log.kv_cache_tokens
