@@ -173,10 +173,10 @@ def _change(spec: dict, answer: Any, effect: Callable, env: dict) -> tuple[str, 
     if not isinstance(answer, kind):
         raise BadInput(f"{answer!r}: {'a dict' if kind is dict else 'a text'} such as {spec['example']} is expected")
     env["answer"] = answer
-    for condition, says in spec.get("slips", []):  # to be seen in the answer alone
-        if _value(condition, env):
-            return "wrong", _say(says, env)
     try:
+        for condition, says in spec.get("slips", []):  # to be seen in the answer alone
+            if _value(condition, env):
+                return "wrong", _say(says, env)
         env["effect"] = effect(answer)
     except Exception as why:  # whatever the reader's change does to a server or a library is told to him
         return "wrong", f"It was refused: {' '.join(str(why).split())[:300] or type(why).__name__}"

@@ -176,6 +176,22 @@ def test_what_cannot_be_read_is_no_try_and_says_what_is_expected(answer, begin):
     assert running._current.exercises["1.1"]["tries"] == []
 
 
+@pytest.mark.parametrize(
+    "number, answer",
+    [("6.2", {"width": "a", "height": 1}), ("6.2", {"width": 3, "height": 0}), ("1.5", {"gpu_memory_utilization": "much"}), ("4.5", {1: 2}), ("3.3", {"max_tokens": 0})],
+)  # fmt: skip
+def test_a_change_that_nothing_can_take_is_told_and_not_raised(number, answer, begin):
+    told = exercise.check(number, answer, **VALUES[number])
+    assert told.state == "wrong" and "refused" in told.lines[1]
+
+
+@pytest.mark.parametrize(
+    "answer", [float("inf"), float("nan"), "-3 GiB", 0, "1/2 GiB", "8.4 GiB GiB", "½ GiB", 10**400, b"8", {"a": 1}]
+)
+def test_no_answer_raises(answer, begin):
+    assert exercise.check("1.1", answer).state in ("open", "wrong")
+
+
 def test_nothing_typed_passes_quietly_and_leaves_no_file(begin):
     file = begin()
     told = [exercise.check(n, empty, **VALUES[n]) for n, empty in zip(ANSWERS, [None, "", {}] * 11, strict=False)]
