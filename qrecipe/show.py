@@ -116,8 +116,8 @@ def _measured(figure: "Figure") -> "Figure":
     from . import chapter as running
 
     if chapter := running._current:
-        device = chapter.device if chapter.engine != "attached" else "a server elsewhere"
-        text = f"{device} · vLLM {chapter.versions.get('vllm', '?')} · {date.today()}"
+        known = f"{chapter.device} · vLLM {chapter.versions.get('vllm', '?')}"
+        text = f"{known if chapter.engine != 'attached' else 'the server at base_url'} · {date.today()}"
         middle = figure.axes[len(figure.axes) // 2]
         middle.set_xlabel(f"{middle.get_xlabel()}\n{text}")
         figure.alt += f" ({text})"
