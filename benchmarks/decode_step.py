@@ -1,8 +1,9 @@
 """Where a decode step of one request goes, from a PyTorch profiler trace of vLLM's worker: kernels, and gaps between them.
 
 A step is from one start of the model's captured graph to the next. Its kernels are summed by kind; what no kernel
-covers is a gap: launches, and the host's work where the GPU waits for it. Against the time in which the weights could be
-read at the measured bandwidth this says what stands between a step and its limit.
+covers is a gap: launches, and the host's work where the GPU waits for it. The profiler stretches the gaps, not the
+kernels: hold the kernels' sum against the ITL measured without it, and against the time in which the weights could be
+read at the measured bandwidth. That says what stands between a step and its limit.
 
     vllm serve … --profiler-config '{"profiler": "torch", "torch_profiler_dir": "/tmp/trace"}'
     curl -X POST …/start_profile ; one request ; curl -X POST …/stop_profile
