@@ -84,6 +84,8 @@ def read_config(config: dict, name: str = "config") -> ModelShape:
     if "gdn" in facts["parts"]:
         shape["gated"] = text.get("attn_output_gate") is not False
         shape["state_dtype"] = f.get("mamba_ssm_dtype", str)
+        if shape["state_dtype"] is None and family != "qwen3_next":
+            assumed.append("mamba_ssm_dtype is absent: states in the model's dtype, as vLLM keeps them then")
     if isinstance(config.get("vision_config"), dict) and "vision" in facts:
         shape["vision"] = _vision(f, config["vision_config"], facts["vision"], hidden)
     tied, scheme = f.get("tie_word_embeddings"), quant.get("kv_cache_scheme")

@@ -15,7 +15,15 @@ RANK_FIELDS = (  # figures that every rank logs for itself
     "weights_gib", "load_seconds", "consumed_gib", "non_torch_gib", "activation_gib", "cuda_graph_estimate_gib",
     "cuda_graph_gib", "available_kv_gib", "total_gib", "free_gib", "utilization", "requested_gib",
 )  # fmt: skip
-SMALLEST = {"kv_cache_tokens", "max_concurrency", "gpu_blocks", "available_kv_gib", "free_gib", "total_gib"}
+SMALLEST = {
+    "kv_cache_tokens",
+    "max_concurrency",
+    "gpu_blocks",
+    "available_kv_gib",
+    "free_gib",
+    "total_gib",
+    "max_model_len",
+}
 WHOLE = {"kv_cache_tokens", "max_model_len", "attention_block_tokens", "gpu_blocks", "max_num_batched_tokens"}
 
 

@@ -2,8 +2,9 @@
 
 The transient peak is the largest of three phases of vLLM's profile run, tensor by tensor as 0.27.0 holds them: the vision
 encoder on as many of the largest pictures as max_num_batched_tokens holds (at least one), the forward pass over
-max_num_batched_tokens, and the sampler on max_num_seqs rows of logits. Checked on nine starts on an H200 (2026-11-30). The
-fitted numbers are the constants below; they come from Qwen3.5-4B, H200, vLLM 0.27.0, unless another start is named.
+max_num_batched_tokens, and the sampler on max_num_seqs rows of logits. Checked on 14 eager starts on an H200 (2026-11-30),
+some of them with an account of PyTorch's allocator. The fitted numbers are the constants below; they come from Qwen3.5-4B,
+H200, vLLM 0.27.0, unless another start is named.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ SAMPLER_BYTES = 14  # a logit: in 16 and in 32 bits, its probability, the noise
 TOP_K_ROWS = 132  # rows of 32-bit logits that the top-k kernel keeps for good: one a multiprocessor (132 on an H200)
 GRAPH_GIB = 0.0088  # a full graph of 32 layers (51 piecewise + 51 full: 0.50 estimated, 0.66 actual; + 35: 0.36, 0.52)
 PIECEWISE_GIB = 0.001, 0.0041  # a piecewise graph, estimated (vLLM's own minimum) and actual
-CUDA_GIB = {True: 0.30, False: 0.18}  # kernels and their workspaces; big card or not (0.3 to 0.5 in all on 24 GB cards)
+CUDA_GIB = {
+    True: 0.30,
+    False: 0.18,
+}  # kernels, workspaces, rests of segments; big card or not (0.3 to 0.5 in all on 24 GB)
+CUBLAS_BYTES, LARGEST_KEPT_BYTES = 32 * 2**20, 512 * 2**20
 CUDA_GRAPHS_GIB, CUDA_RANKS_GIB = 0.16, 0.5  # with graphs (0.62 in all on the H200); with NCCL (assumed)
 PEAK_BANDS = (0.03, 0.15, 0.35)  # relative: phases seen on Qwen3.5, on other families, and what no start has shown
 ESTIMATE_BANDS, ACTUAL_BANDS = (0.12, 0.6), (0.3, 0.35)  # of the graphs, relative: the size of the fit, any other
@@ -61,20 +66,22 @@ def transient(shape: ModelShape, seqs: int, tokens: int, vision: bool, tp: int, 
         held = 2 * pictures * size * h + 2 * patches * t.patch  # the pictures and what the encoder made of them
         attention, mlp = 6 * t.hidden * (1 + 1 / tp), 4 * t.hidden + 2 * t.intermediate / tp
         block = max(attention, mlp) + quantized * t.hidden / 2
-        encoder = 2 * patches * (block + t.patch + 64)
+        encoder = (
+            2 * patches * (block + t.patch * min(2, pictures) + 64)
+        )  # several are joined: there twice for a moment
     gdn = 2 * (shape.gdn_k_heads * shape.gdn_k_dim + shape.gdn_v_heads * shape.gdn_v_dim)
     m, experts = shape.moe_intermediate / tp, shape.experts_per_token
-    wide = max(3 * (shape.intermediate or 0) / tp, 3 * gdn / tp, experts * (max(2 * m, h) + m))
+    wide = max(3 * (shape.intermediate or 0) / tp, experts * (max(2 * m, h) + m)) + 5 * h
     sampler = rows * v * SAMPLER_BYTES + 2 * (2 * rows + tokens) * h + held
     stays = top_k_bytes(shape, seqs, tokens)  # first allocated in the sampler: the log takes it off the other phases
-    forward = 2 * tokens * (wide + 5 * h) + held - stays
+    forward = 2 * tokens * max(wide, 3 * gdn / tp + 2 * h) + held - stays
     phases = {  # bytes: how
         sampler: f"sampler: {rows} rows × {v} logits × {SAMPLER_BYTES} B + what is held",
         forward: f"forward pass: {tokens} tokens through the widest layer + what is held",
         encoder - stays: f"vision encoder: {pictures} × the largest picture",
     }
     peak = max(phases)
-    band = PEAK_BANDS[2 if pictures > 1 or shape.experts else 0 if seen else 1]
+    band = PEAK_BANDS[2 if shape.experts else 0 if seen else 1]
     return Estimate(peak / GIB, peak / GIB * band, phases[peak])
 
 
@@ -92,13 +99,18 @@ def graphs(shape: ModelShape, seqs: int, tokens: int, spec: int, eager: bool) ->
     return Estimate(estimate, estimate * ESTIMATE_BANDS[other], how), after
 
 
-def non_torch(shape: ModelShape, seqs: int, tokens: int, total_gib: float, eager: bool, ranks: int) -> Estimate:
-    """What stays besides the weights, the CUDA context left out: kernels, the input buffer, the top-k buffer, NCCL. The band
-    holds a segment of the allocator that one of them keeps from being given back: up to the widest activation."""
-    base, extra = CUDA_GIB[total_gib >= BIG_CARD_GIB], 0 if eager else CUDA_GRAPHS_GIB
-    nccl = CUDA_RANKS_GIB if ranks > 1 else 0.0
-    inputs, top_k = 2 * tokens * (shape.hidden or 0) / GIB, top_k_bytes(shape, seqs, tokens) / GIB
-    how = f"{base} CUDA kernels + {inputs:.2f} input buffer + {top_k:.2f} top-k buffer + {extra} for graphs"
-    how += f" + {nccl} for NCCL (assumed)" if nccl else ""
-    segment = 4 * tokens * (shape.intermediate or 0) / GIB
-    return Estimate(base + inputs + top_k + extra + nccl, max(NON_TORCH_BAND_GIB, segment) + nccl, how)
+def non_torch(batch: tuple[ModelShape, int, int], total_gib: float, vision: bool, eager: bool, ranks: int) -> Estimate:
+    """What stays besides the weights, the CUDA context left out: kernels, the input buffer, the top-k buffer, NCCL, and eagerly
+    what they keep of the allocator's segments. batch: shape, sequences, tokens. The band holds one more such segment."""
+    shape, seqs, tokens = batch
+    base, extra, kept = CUDA_GIB[total_gib >= BIG_CARD_GIB], 0 if eager else CUDA_GRAPHS_GIB, 0
+    nccl, row, top_k = CUDA_RANKS_GIB if ranks > 1 else 0.0, 2 * tokens * (shape.hidden or 0), top_k_bytes(*batch)
+    if eager:  # cuBLAS lies in the first norm's 32-bit copy, the top-k buffer in the smallest freed block that holds it
+        logits = 4 * min(seqs, tokens) * (shape.vocab or 0)
+        kept = min((x - top_k for x in (row, logits) if top_k <= x <= LARGEST_KEPT_BYTES), default=0)
+        kept += 0 if vision else max(0, 2 * row - CUBLAS_BYTES)
+    sizes = {"input buffer": row / GIB, "top-k buffer": top_k / GIB, "of kept segments": kept / GIB}
+    how = f"{base} CUDA kernels" + "".join(f" + {x:.2f} {name}" for name, x in sizes.items() if x or kept)
+    how += f" + {extra} for graphs" * (not eager) + f" + {nccl} for NCCL (assumed)" * (ranks > 1)
+    band = max(NON_TORCH_BAND_GIB, 2 * tokens * (shape.intermediate or 0) / GIB)
+    return Estimate(base + sum(sizes.values()) + extra + nccl, band + nccl, how)
