@@ -16,7 +16,7 @@ from prediction import compare  # noqa: E402
 FOLDER = Path(__file__).parent / "data" / "starts"
 FACTS = json.loads((FOLDER / "starts.json").read_text(encoding="utf-8"))
 STARTS = FACTS["starts"]
-MISSED_POOL = "9b-131072-util0.25-seqs128-batched16384-text-eager"  # 1.00 GiB besides the weights, 0.40 to 0.60 elsewhere
+MISSED_POOL = "9b-131072-util0.25-seqs128-batched16384-text-eager"  # segments of the allocator that stay: README.md beside
 MISSED_WEIGHTS = "9b-util0.20-seqs64-fp8-eager"  # the vision tower is quantized too: known since
 each = pytest.mark.parametrize("start", STARTS, ids=lambda s: s["log"].split("qwen3.5-")[1].removesuffix(".log"))
 
