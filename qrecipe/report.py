@@ -22,7 +22,7 @@ pre{background:#f5f5f5;padding:.5rem .7rem;overflow-x:auto;font-size:.85rem;line
 section.chapter{border-top:3px solid #0072b2;margin-top:2.4rem;padding-top:.4rem}img,svg{max-width:100%;height:auto}
 div.input_prompt,div.output_prompt,div.prompt,.jp-InputPrompt,.jp-OutputPrompt,a.anchor-link{display:none}.jp-Cell{margin:.5rem 0}.jp-OutputArea-output pre{background:#fff;border-left:3px solid #56b4e9}
 .nights td,.nights th{white-space:nowrap;text-align:right}.nights td:first-child,.nights th:first-child{text-align:left;white-space:normal;min-width:15rem}.nights svg{max-width:none}
-nav a{margin-right:1rem;white-space:nowrap}
+nav{display:flex;flex-wrap:wrap}nav a{margin-right:1rem;white-space:nowrap}
 """
 
 
@@ -198,8 +198,12 @@ def _ran_on(run: dict) -> str:
     server = run["server"]
     rows = [["engine", f"{run['engine']}: {run['reason']}"], ["device", run["device"]], ["date", run["date"]]]
     rows += [[name, version] for name, version in run["versions"].items()]
-    away = f"NOT this environment: {'; '.join(run['lock_departures'])}"
-    lock = away if run["lock_departures"] else f"sha256 {run['lock_sha256']}"
+    away = run["lock_departures"]
+    lock = (
+        f"NOT this environment: {len(away)} packages differ, as run.json lists them"
+        if away
+        else f"sha256 {run['lock_sha256']}"
+    )
     rows += [[f"lock {run['lock']}", lock], ["note", run["note"]], ["weights", run["weights"]]]
     rows += [[f"model {k}", v] for k, v in run["model"].items()]
     if server["log"]:
