@@ -36,7 +36,8 @@ class StartProgress:
         if seconds is None:  # ready
             if len(self.stages) > 1 and self.stages[-1][0] != "ready":
                 self.stages.append(("ready", self.seconds))
-            write_whole(self.file, json.dumps(_last_times(self.file) | {self.engine: self.seconds}))
+            if self.seconds:  # not when it joined a server that was ready
+                write_whole(self.file, json.dumps(_last_times(self.file) | {self.engine: self.seconds}))
         else:
             self.seconds = seconds
         if seconds is None or time.monotonic() - self.drawn >= 1:
@@ -63,7 +64,11 @@ class StartProgress:
         share = 1.0 if done else min(0.99, self.seconds / self.last) if self.last else None
         stage = WORDS.get(self.stages[-1][0], self.stages[-1][0])
         if done:
-            text = f"server ready, {self.seconds:.0f} s after its start"
+            text = (
+                f"server ready, {self.seconds:.0f} s after its start"
+                if self.seconds
+                else "joined the server that was ready"
+            )
         elif self.last:
             text = f"{self.seconds:.0f} s: {stage} (the last start here took {self.last:.0f} s)"
         else:

@@ -294,3 +294,15 @@ def test_a_gpu_in_use_is_named_before_anything_starts(stub, port, monkeypatch):
         Server.start(ServeRecipe("stub", port=port))
     assert serving.status(port) == []
     Server.start(ServeRecipe("stub", port=port, gpu_memory_utilization=0.2))
+
+
+def test_the_last_start_s_time_is_told_and_joining_a_ready_server_does_not_spoil_it(stub, port, capsys):
+    from qrecipe.progress import StartProgress
+
+    stub["load"] = "1"
+    Server.start(ServeRecipe("stub", port=port), on_progress=StartProgress("cpu"))
+    took = StartProgress("cpu").last
+    assert 1 < took < 20
+    Server.start(ServeRecipe("stub", port=port), on_progress=StartProgress("cpu"))
+    assert StartProgress("cpu").last == took
+    assert "joined the server that was ready" in capsys.readouterr().err
