@@ -4,7 +4,9 @@ import json
 import re
 import signal
 import socket
+import sys
 import time
+from pathlib import Path
 
 import nbformat
 import pytest
@@ -23,7 +25,18 @@ def book(engine):
     out = engine.folder / "book"
     answers = json.dumps({n: [a["wrong"][0][0], a["right"][0]] for n, a in ANSWERS.items()})
     words = ["-p", "port", engine.port, "-p", "answers", answers]
-    done = engine.run("qrecipe.cli", "run", "--engine", "cpu", "--out", out, *words, timeout=1800)
+    done = engine.run(
+        "qrecipe.cli",
+        "run",
+        "--engine",
+        "cpu",
+        "--out",
+        out,
+        "--publish",
+        engine.folder / "published",
+        *words,
+        timeout=1800,
+    )
     print(done.stdout, done.stderr)
     return done, out
 
@@ -42,6 +55,16 @@ def test_every_exercise_is_answered_wrong_then_right(book):
     for file in (book[1] / "exercises").glob("*.json"):
         kept |= json.loads(file.read_text())
     assert {n: (e["state"], len(e["tries"])) for n, e in kept.items()} == dict.fromkeys(ANSWERS, ("right", 2))
+
+
+def test_the_published_copy_is_whole_and_names_no_machine(engine, book):
+    copy = engine.folder / "published"
+    assert {p.stem for p in copy.glob("*.ipynb")} == set(CHAPTERS) and (copy / "index.html").is_file()
+    for file in copy.iterdir():
+        text = file.read_text()
+        for name in (str(ROOT), str(engine.folder), str(Path.home()) + "/", sys.prefix):
+            assert name not in text, (file.name, name)
+    assert all(nbformat.read(p, as_version=4).cells[1].id == "stamp" for p in copy.glob("*.ipynb"))
 
 
 def test_one_server_served_them_all_and_its_log_is_kept(book):
@@ -69,7 +92,9 @@ def test_the_report_holds_every_chapter_and_opens_without_a_network(book):
     assert "KV cache" in page and "<img" in page
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["SIGINT", "SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["SIGINT", "SIGTERM", "SIGKILL"]
+)
 def test_papermill_ended_while_the_server_starts_leaves_nothing(engine, number, tmp_path):
     papermill = engine.start(
         "papermill", "03_serve.ipynb", tmp_path / "out.ipynb", "-p", "port", engine.port, cwd=ROOT / "notebooks"
