@@ -161,6 +161,12 @@ def test_quantization_names_what_stays():
         assert part in four.how["weights_gib"].split("unquantized")[1]
 
 
+@pytest.mark.parametrize("name, flags, logged", [("Qwen3.5-4B", {}, 5.45), ("Qwen3.5-4B", {"language_model_only": True}, 5.12), ("Qwen3.5-9B", {}, 10.81)])
+def test_weights_put_into_fp8_while_they_load(name, flags, logged):
+    # H200, 0.27.0, --quantization fp8
+    assert budget(name, **H200, quantization="fp8", **flags).weights_gib == pytest.approx(logged, rel=0.005)
+
+
 def test_two_checkpoints_of_one_shape_are_told_apart():
     config = json.loads((SHAPE_FILES / "Qwen3.5-4B.json").read_text())
 
