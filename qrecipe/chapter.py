@@ -135,6 +135,8 @@ def begin(name: str, **parameters) -> Chapter:
         "device": _current.device,
         "versions": ", ".join(f"{k} {v}" for k, v in _current.versions.items()),
     }
+    if _current.weights == "dummy":
+        rows["weights"] = "dummy: random numbers in the exact shape; every word that the model says is noise"
     if not os.environ.get("QRECIPE_QUIET"):
         _display(table(list(rows.items()), ["this chapter runs on", ""]))
     return _current
