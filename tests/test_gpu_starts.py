@@ -11,7 +11,7 @@ from qrecipe.memory import budget
 from qrecipe.startup_log import read_log
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-from prediction import compare  # noqa: E402
+from prediction import compare, starts  # noqa: E402
 
 FOLDER = Path(__file__).parent / "data" / "starts"
 FACTS = json.loads((FOLDER / "starts.json").read_text(encoding="utf-8"))
@@ -71,3 +71,26 @@ def test_what_nvidia_smi_shows_is_the_logs_account_and_the_context(start):
     log, shown = log_of(start["log"]), start["nvidia_smi_mib"] / 1024
     least = log.consumed_gib + log.available_kv_gib
     assert least < shown < least + log.activation_gib + 1.5
+
+
+KEPT = {  # rows of the recorded starts that came from logs beside these
+    "H200 2,048 batched": "in-process/h200-vllm0.27.0-qwen3.5-4b-32768-util0.17-seqs256-batched2048-eager.log",
+    "H200 32,768 batched": "in-process/h200-vllm0.27.0-qwen3.5-4b-65536-util0.30-seqs256-batched32768-eager.log",
+    "H200 32,768 batched, text": "in-process/h200-vllm0.27.0-qwen3.5-4b-65536-util0.30-seqs256-batched32768-text-eager.log",
+    "H200 9B text only, 131072": "in-process/h200-vllm0.27.0-qwen3.5-9b-131072-util0.25-seqs128-batched16384-text-eager.log",
+    "H200 prefix caching": "starts/h200-vllm0.27.0-qwen3.5-4b-util0.20-seqs256-prefix-eager.log",
+    "H200 2B eager": "starts/h200-vllm0.27.0-qwen3.5-2b-util0.30-seqs64-eager.log",
+    "H200 5 GiB, MTP 1 token": "tuning/h200-vllm0.27.0-qwen3.5-4b-mtp-1-token.log",
+    "H200 5 GiB, fp8 KV cache": "tuning/h200-vllm0.27.0-qwen3.5-4b-fp8-kv-cache.log",
+    "H200 5 GiB, fp8 weights": "tuning/h200-vllm0.27.0-qwen3.5-4b-fp8-weights.log",
+    "H200 5 GiB, 0.8B": "tuning/h200-vllm0.27.0-qwen3.5-0.8b-graphs.log",
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_recorded_rows_are_what_their_logs_say(case):
+    row = next(s for s in starts() if s.case == case)
+    log = read_log(FOLDER.parent / KEPT[case])
+    for figure in row.logged.keys() - {"available_kv_gib"}:
+        assert row.logged[figure] == getattr(log, figure), figure
+    assert row.logged["available_kv_gib"] == (log.available_kv_gib or 5.0)  # given, so not logged, with --kv-cache-memory-bytes
