@@ -51,24 +51,33 @@ MESSAGES = {
     # v1/worker/cpu_worker.py:207
     "Available memory on node 0 (1.2/7.6 GiB) on kv cache allocation is less than requested memory for kv (4.0 GiB).": "VLLM_CPU_KVCACHE_SPACE",
     # v1/engine/input_processor.py:494, multimodal/media/image.py:91, multimodal/registry.py:223
-    "Token id 300000 is out of vocabulary": "tokenizer", "ValueError: Failed to load image: broken": "PNG", "Qwen3-8B is not a multimodal model": "text only",
+    "Token id 300000 is out of vocabulary": "tokenizer",
+    "ValueError: Failed to load image: broken": "PNG",
+    "Qwen3-8B is not a multimodal model": "text only",
     # entrypoints/serve/utils/server_utils.py:91
     '{"error": "Unauthorized"}': "api_key",
     # reports
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.17 GiB. GPU 0 has a total capacity of 7.63 GiB of which 512.00 MiB is free.": "nvidia-smi",
-    "OSError: [Errno 98] Address already in use": "--port", "vllm: error: unrecognized arguments: --max-modellen 5": "remove --max-modellen 5",
+    "OSError: [Errno 98] Address already in use": "--port",
+    "vllm: error: unrecognized arguments: --max-modellen 5": "remove --max-modellen 5",
     "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooLarge": "download it again",
-    "OSError: [Errno 28] No space left on device": "disk", "ModuleNotFoundError: No module named 'vllm._C'": "reinstall",
-    "RuntimeError: NCCL error: unhandled system error": "NCCL_DEBUG", "RuntimeError: No CUDA GPUs are available": "nvidia-smi",
-    "OSError: You are trying to access a gated repo.": "hf auth login", "huggingface_hub.errors.LocalEntryNotFoundError: An error happened": "VLLM_USE_MODELSCOPE",
+    "OSError: [Errno 28] No space left on device": "disk",
+    "ModuleNotFoundError: No module named 'vllm._C'": "reinstall",
+    "RuntimeError: NCCL error: unhandled system error": "NCCL_DEBUG",
+    "RuntimeError: No CUDA GPUs are available": "nvidia-smi",
+    "OSError: You are trying to access a gated repo.": "hf auth login",
+    "huggingface_hub.errors.LocalEntryNotFoundError: An error happened": "VLLM_USE_MODELSCOPE",
     "OSError: foo/bar is not a local folder and is not a valid model identifier": "spelling",
-    "/lib64/libc.so.6: version `GLIBC_2.34' not found": "container", "ValueError: type fp8e4nv not supported in this architecture.": "--kv-cache-dtype auto",
+    "/lib64/libc.so.6: version `GLIBC_2.34' not found": "container",
+    "ValueError: type fp8e4nv not supported in this architecture.": "--kv-cache-dtype auto",
 }
 
 
 def test_the_catalogue_is_large_enough_and_every_rule_says_where_it_is_from():
     assert len(RULES) >= 25
-    assert {r.origin for r in RULES} == {"log", "report", "source"} and all(r.cause and r.mend and r.stage for r in RULES)
+    assert {r.origin for r in RULES} == {"log", "report", "source"} and all(
+        r.cause and r.mend and r.stage for r in RULES
+    )
 
 
 def test_the_estimated_length_is_vllms_own_and_its_sequences_fit_too():
@@ -80,7 +89,9 @@ def test_the_estimated_length_is_vllms_own_and_its_sequences_fit_too():
 
 
 def test_the_length_is_computed_where_the_log_does_not_say_it():
-    text = re.sub(r"Based on the available memory, the estimated maximum model length is \d+\. ", "", LOGS["h200-0.27.0-util0.12"])
+    text = re.sub(
+        r"Based on the available memory, the estimated maximum model length is \d+\. ", "", LOGS["h200-0.27.0-util0.12"]
+    )
     assert "--max-model-len 107712" in diagnose(text).mend
 
 
@@ -88,7 +99,9 @@ def test_no_memory_names_a_utilization_that_starts():
     found = diagnose(LOGS["h200-0.27.0-util0.07"])
     utilization, seqs = re.fullmatch(r"--gpu-memory-utilization (0\.\d\d) --max-num-seqs (\d+)", found.mend).groups()
     assert float(utilization) <= 0.13
-    assert budget("Qwen3.5-4B", gpu="H200", max_model_len=32768, gpu_memory_utilization=float(utilization), max_num_seqs=int(seqs)).fits
+    assert budget(
+        "Qwen3.5-4B", gpu="H200", max_model_len=32768, gpu_memory_utilization=float(utilization), max_num_seqs=int(seqs)
+    ).fits
 
 
 def test_a_failed_allocation_names_what_it_lacked():
@@ -99,7 +112,9 @@ def test_a_failed_allocation_names_what_it_lacked():
     head = "(APIServer pid=1) INFO 11-30 08:00:00 [utils.py:1] non-default args: {'model': 'Qwen/Qwen3.5-27B', 'max_model_len': 32768, 'gpu_memory_utilization': 0.9}\n"
     found = diagnose(head + "File gpu_model_runner.py, in load_model\n" + text)
     assert found.stage == "load" and "--tensor-parallel-size 4" in found.mend
-    assert budget("Qwen3.5-27B", gpu_memory_gib=23.52, max_model_len=32768, gpu_memory_utilization=0.9, tensor_parallel_size=4).fits
+    assert budget(
+        "Qwen3.5-27B", gpu_memory_gib=23.52, max_model_len=32768, gpu_memory_utilization=0.9, tensor_parallel_size=4
+    ).fits
 
 
 def test_too_many_sequences():
@@ -111,7 +126,9 @@ def test_the_compiled_model_of_another_start():
     assert found.known and "VLLM_CACHE_ROOT" in found.mend and found.stage == "profile"
 
 
-@pytest.mark.parametrize("case", [c for c in REPORTED if "Engine core initialization" not in c["text"]], ids=lambda c: c["text"][:50])
+@pytest.mark.parametrize(
+    "case", [c for c in REPORTED if "Engine core initialization" not in c["text"]], ids=lambda c: c["text"][:50]
+)
 def test_reported_failures_are_known(case):
     assert diagnose(case["text"]).known
 
@@ -124,7 +141,12 @@ def test_public_failures_and_their_mends(case):
 
 @pytest.mark.parametrize("text", MESSAGES, ids=lambda t: t[:60])
 def test_messages_and_their_mends(text):
-    for wrapped in (text, f"(EngineCore pid=1) ERROR 11-30 08:10:02 [core.py:1349] {text}", f"\x1b[31m{text}\x1b[0m\r", f"noise\n{text}\nmore noise"):
+    for wrapped in (
+        text,
+        f"(EngineCore pid=1) ERROR 11-30 08:10:02 [core.py:1349] {text}",
+        f"\x1b[31m{text}\x1b[0m\r",
+        f"noise\n{text}\nmore noise",
+    ):
         found = diagnose(wrapped)
         assert found and found.known, wrapped
         assert MESSAGES[text] in found.mend
@@ -137,7 +159,9 @@ def test_no_mend_has_thousands_separators():
 
 
 def test_an_unknown_failure_shows_its_root_cause_and_says_so():
-    text = LOGS["h200-0.27.0-util0.07"].replace("No available memory for the cache blocks", "The flux capacitor is empty")
+    text = LOGS["h200-0.27.0-util0.07"].replace(
+        "No available memory for the cache blocks", "The flux capacitor is empty"
+    )
     found = diagnose(text)
     assert not found.known and found.text.startswith("ValueError: The flux capacitor is empty")
     found = diagnose("RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}")
@@ -151,14 +175,24 @@ def test_a_healthy_log_has_no_failure():
 
 
 def test_an_engine_that_is_stopped_has_not_failed():
-    assert diagnose("INFO [launcher.py:112] [shutdown] API server: shutdown triggered\nERROR vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.") is None
+    assert (
+        diagnose(
+            "INFO [launcher.py:112] [shutdown] API server: shutdown triggered\nERROR vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue."
+        )
+        is None
+    )
 
 
 LINES = [line for log in LOGS.values() for line in log.splitlines()] + list(MESSAGES)
 
 
 @settings(max_examples=examples(1000), deadline=None)
-@given(st.lists(st.one_of(st.text(max_size=80), st.sampled_from(LINES), st.sampled_from(LINES).map(lambda x: x[: len(x) // 2])), max_size=12))
+@given(
+    st.lists(
+        st.one_of(st.text(max_size=80), st.sampled_from(LINES), st.sampled_from(LINES).map(lambda x: x[: len(x) // 2])),
+        max_size=12,
+    )
+)
 def test_any_text_gives_a_failure_or_none(lines):
     found = diagnose(lines)
     assert found is None or (found.text is not None and found.mend and found.cause)

@@ -12,29 +12,89 @@ from qrecipe.config_reader import read_config
 from qrecipe.errors import BadInput, NotCovered, RecipeError
 from qrecipe.shape import SHAPES, bundled_shapes, load_shape
 
-GDN = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4}
-SMALL = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-         "vocab_size": 512, "intermediate_size": 96, "max_position_embeddings": 1024, "dtype": "bfloat16"}
+GDN = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+}
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 512,
+    "intermediate_size": 96,
+    "max_position_embeddings": 1024,
+    "dtype": "bfloat16",
+}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 40}
-VISION = {"depth": 2, "hidden_size": 64, "intermediate_size": 80, "num_heads": 4, "patch_size": 16, "spatial_merge_size": 2,
-          "temporal_patch_size": 2, "num_position_embeddings": 64, "out_hidden_size": 64, "in_channels": 3}
-SIGLIP = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 56, "patch_size": 14,
-          "model_type": "siglip_vision_model", "vision_use_head": False}
+VISION = {
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_heads": 4,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 64,
+    "out_hidden_size": 64,
+    "in_channels": 3,
+}
+SIGLIP = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 56,
+    "patch_size": 14,
+    "model_type": "siglip_vision_model",
+    "vision_use_head": False,
+}
 FAMILIES = {
     "qwen3": {**SMALL, "model_type": "qwen3", "tie_word_embeddings": False},
     "qwen3 tied": {**SMALL, "model_type": "qwen3", "tie_word_embeddings": True},
-    "qwen2": {k: v for k, v in SMALL.items() if k != "head_dim"} | {"model_type": "qwen2", "tie_word_embeddings": False},
-    "llama": {k: v for k, v in SMALL.items() if k != "head_dim"} | {"model_type": "llama", "tie_word_embeddings": False},
-    "llama with biases": {**SMALL, "model_type": "llama", "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "qwen2": {k: v for k, v in SMALL.items() if k != "head_dim"}
+    | {"model_type": "qwen2", "tie_word_embeddings": False},
+    "llama": {k: v for k, v in SMALL.items() if k != "head_dim"}
+    | {"model_type": "llama", "tie_word_embeddings": False},
+    "llama with biases": {
+        **SMALL,
+        "model_type": "llama",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+    },
     "qwen3 moe": {**SMALL, **MOE, "model_type": "qwen3_moe", "decoder_sparse_step": 2, "tie_word_embeddings": False},
     "qwen3 next": {**SMALL, **GDN, **MOE, "model_type": "qwen3_next", "tie_word_embeddings": False},
     "qwen3.5 text": {**SMALL, **GDN, "model_type": "qwen3_5_text", "tie_word_embeddings": True},
-    "qwen3.5": {"model_type": "qwen3_5", "tie_word_embeddings": True, "text_config": {**SMALL, **GDN, "model_type": "qwen3_5_text"}, "vision_config": VISION},
-    "qwen3.5 moe": {"model_type": "qwen3_5_moe", "tie_word_embeddings": False, "text_config": {**SMALL, **GDN, **MOE, "model_type": "qwen3_5_moe_text"}, "vision_config": VISION},
+    "qwen3.5": {
+        "model_type": "qwen3_5",
+        "tie_word_embeddings": True,
+        "text_config": {**SMALL, **GDN, "model_type": "qwen3_5_text"},
+        "vision_config": VISION,
+    },
+    "qwen3.5 moe": {
+        "model_type": "qwen3_5_moe",
+        "tie_word_embeddings": False,
+        "text_config": {**SMALL, **GDN, **MOE, "model_type": "qwen3_5_moe_text"},
+        "vision_config": VISION,
+    },
     "gemma3 text": {**SMALL, "model_type": "gemma3_text", "sliding_window": 64},
-    "gemma3": {"model_type": "gemma3", "text_config": {**SMALL, "model_type": "gemma3_text", "sliding_window": 64}, "vision_config": SIGLIP, "mm_tokens_per_image": 4},
+    "gemma3": {
+        "model_type": "gemma3",
+        "text_config": {**SMALL, "model_type": "gemma3_text", "sliding_window": 64},
+        "vision_config": SIGLIP,
+        "mm_tokens_per_image": 4,
+    },
 }
-FULL = [n for n in bundled_shapes() if n.split("-")[0] in ("Qwen3.5", "Qwen3", "Llama", "gemma") and not n.startswith("gemma-4")]
+FULL = [
+    n
+    for n in bundled_shapes()
+    if n.split("-")[0] in ("Qwen3.5", "Qwen3", "Llama", "gemma") and not n.startswith("gemma-4")
+]
 
 
 def by_part(model) -> dict[str, int]:
@@ -44,9 +104,21 @@ def by_part(model) -> dict[str, int]:
         if id(p) in seen:
             continue
         seen.add(id(p))
-        part = ("vision" if "visual" in name or "vision" in name or "multi_modal" in name else "lm_head" if "lm_head" in name
-                else "embedding" if "embed_tokens" in name else "gdn" if "linear_attn" in name else "attention" if "self_attn" in name
-                else "norms" if "norm" in name else "mlp")
+        part = (
+            "vision"
+            if "visual" in name or "vision" in name or "multi_modal" in name
+            else "lm_head"
+            if "lm_head" in name
+            else "embedding"
+            if "embed_tokens" in name
+            else "gdn"
+            if "linear_attn" in name
+            else "attention"
+            if "self_attn" in name
+            else "norms"
+            if "norm" in name
+            else "mlp"
+        )
         parts[part] = parts.get(part, 0) + p.numel()
     return parts
 
@@ -114,15 +186,29 @@ def test_sources_of_a_shape(tmp_path):
     folder.mkdir()
     (folder / "config.json").write_text(path.read_text())
     want = load_shape("Qwen3.5-4B")
-    for source in (path, str(path), "qwen3.5-4b", "Qwen/Qwen3.5-4B", json.loads(path.read_text()), folder, str(folder / "config.json")):
+    for source in (
+        path,
+        str(path),
+        "qwen3.5-4b",
+        "Qwen/Qwen3.5-4B",
+        json.loads(path.read_text()),
+        folder,
+        str(folder / "config.json"),
+    ):
         assert load_shape(source).parameters() == want.parameters()
     assert load_shape(folder).name == "My-4B"
 
 
-@pytest.mark.parametrize("change, words", [
-    ({"kv_lora_rank": 512}, "MLA"), ({"is_encoder_decoder": True}, "encoder-decoder"), ({"model_type": "mamba2"}, "mamba2"),
-    ({"quantization_config": {"quant_method": "mxfp4"}}, "MXFP4"), ({"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
-])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"kv_lora_rank": 512}, "MLA"),
+        ({"is_encoder_decoder": True}, "encoder-decoder"),
+        ({"model_type": "mamba2"}, "mamba2"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "MXFP4"),
+        ({"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
+    ],
+)
 def test_what_is_not_covered_is_refused_with_what_is(change, words):
     with pytest.raises(NotCovered, match=words) as e:
         read_config(FAMILIES["qwen3"] | change)
@@ -135,11 +221,19 @@ def test_bundled_shapes_outside_the_law_are_refused(name):
         load_shape(name)
 
 
-@pytest.mark.parametrize("change, words", [
-    ({"num_hidden_layers": None}, "num_hidden_layers"), ({"num_attention_heads": "unknown"}, "num_attention_heads"), ({"head_dim": None}, "head_dim"),
-    ({"num_key_value_heads": 3}, "no multiple"), ({"layer_types": ["full_attention"] * 3}, "layer_types"), ({"hidden_size": -1}, "hidden_size"),
-    ({"vocab_size": 1.5}, "vocab_size"), ({"num_hidden_layers": True}, "num_hidden_layers"),
-])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"num_hidden_layers": None}, "num_hidden_layers"),
+        ({"num_attention_heads": "unknown"}, "num_attention_heads"),
+        ({"head_dim": None}, "head_dim"),
+        ({"num_key_value_heads": 3}, "no multiple"),
+        ({"layer_types": ["full_attention"] * 3}, "layer_types"),
+        ({"hidden_size": -1}, "hidden_size"),
+        ({"vocab_size": 1.5}, "vocab_size"),
+        ({"num_hidden_layers": True}, "num_hidden_layers"),
+    ],
+)
 def test_bad_fields_are_named(change, words):
     with pytest.raises(BadInput, match=words):
         read_config(FAMILIES["qwen3"] | change)
@@ -184,12 +278,36 @@ def test_a_file_that_is_no_config(tmp_path, text):
         load_shape(path)
 
 
-JUNK = st.one_of(st.none(), st.integers(-3, 10**6), st.floats(), st.text(max_size=5), st.booleans(), st.lists(st.integers(), max_size=3), st.just({}), st.just("unknown"), st.just({"factor": "x", "rope_type": "linear"}))
-KEYS = sorted({k for c in FAMILIES.values() for k in (*c, *c.get("text_config", {}))} | {"layer_types", "rope_parameters", "quantization_config", "rope_scaling", "mlp_only_layers", "partial_rotary_factor"})
+JUNK = st.one_of(
+    st.none(),
+    st.integers(-3, 10**6),
+    st.floats(),
+    st.text(max_size=5),
+    st.booleans(),
+    st.lists(st.integers(), max_size=3),
+    st.just({}),
+    st.just("unknown"),
+    st.just({"factor": "x", "rope_type": "linear"}),
+)
+KEYS = sorted(
+    {k for c in FAMILIES.values() for k in (*c, *c.get("text_config", {}))}
+    | {
+        "layer_types",
+        "rope_parameters",
+        "quantization_config",
+        "rope_scaling",
+        "mlp_only_layers",
+        "partial_rotary_factor",
+    }
+)
 
 
 @settings(max_examples=examples(1000), deadline=None)
-@given(family=st.sampled_from(sorted(FAMILIES)), junk=st.dictionaries(st.sampled_from(KEYS), JUNK, max_size=3), inside=st.booleans())
+@given(
+    family=st.sampled_from(sorted(FAMILIES)),
+    junk=st.dictionaries(st.sampled_from(KEYS), JUNK, max_size=3),
+    inside=st.booleans(),
+)
 def test_a_mutated_config_gives_a_shape_or_a_sentence(family, junk, inside):
     config = dict(FAMILIES[family])
     if inside and "text_config" in config:

@@ -40,18 +40,34 @@ def test_every_flag_of_the_budget_is_an_option():
     assert {"--gpu", "--gpu-memory", "--available-kv", "--calibrate", "--json", "--no-prefix-caching"} <= known
 
 
-@pytest.mark.parametrize("words, said", [
-    (["--max-model-len", "32,768"], "32,768"), (["--gpu-memory-utilization", "90%"], "90%"), (["--max-modellen", "3"], "--max-modellen"),
-    (["--gpu", "A1000"], "nearest"), (["--gpu-memory", "24XB"], "24GiB"), (["--tensor-parallel-size", "5"], "does not divide"), (["--limit-mm-per-prompt", "{"], "JSON"),
-    (["--available-kv", "nan"], "available_kv"), (["--calibrate", "/no/log"], "vLLM log"),
-])
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--max-model-len", "32,768"], "32,768"),
+        (["--gpu-memory-utilization", "90%"], "90%"),
+        (["--max-modellen", "3"], "--max-modellen"),
+        (["--gpu", "A1000"], "nearest"),
+        (["--gpu-memory", "24XB"], "24GiB"),
+        (["--tensor-parallel-size", "5"], "does not divide"),
+        (["--limit-mm-per-prompt", "{"], "JSON"),
+        (["--available-kv", "nan"], "available_kv"),
+        (["--calibrate", "/no/log"], "vLLM log"),
+    ],
+)
 def test_what_is_wrong_is_one_sentence_and_exit_code_2(shell, words, said):
     code, out, err = shell("size", "Qwen3-8B", *words)
     assert code == 2 and not out and said in err and err.count("\n") == 1
 
 
 def test_counts_as_vllm_takes_them():
-    assert [whole_number(x) for x in ("32768", "32k", "32K", "25.6k", "1m", "-5")] == [32768, 32_000, 32_768, 25_600, 10**6, -5]
+    assert [whole_number(x) for x in ("32768", "32k", "32K", "25.6k", "1m", "-5")] == [
+        32768,
+        32_000,
+        32_768,
+        25_600,
+        10**6,
+        -5,
+    ]
     for bad in ("", "32,768", "25.6K", "1.5", "1e3", "k", "nan"):
         with pytest.raises(ValueError):
             whole_number(bad)
@@ -68,7 +84,12 @@ def test_the_log_command(shell, tmp_path):
     code, out, _ = shell("log", recorded("262144"))
     assert code == 1 and "--max-model-len 107712" in out
     whole = gzip.compress(recorded().read_bytes())
-    for name, data, said in [("a.log", b"", "empty"), ("b.log", b"\x7fELF\0\0", "binary"), ("c.gz", whole[:12], "damaged"), ("d.txt", b"Dear diary\n", "no line")]:
+    for name, data, said in [
+        ("a.log", b"", "empty"),
+        ("b.log", b"\x7fELF\0\0", "binary"),
+        ("c.gz", whole[:12], "damaged"),
+        ("d.txt", b"Dear diary\n", "no line"),
+    ]:
         (tmp_path / name).write_bytes(data)
         code, out, err = shell("log", tmp_path / name)
         assert code == 2 and said in err and err.count("\n") == 1

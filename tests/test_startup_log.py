@@ -46,7 +46,12 @@ def test_the_h200_log_gives_every_figure():
 
 def test_the_4090d_excerpt_lacks_what_it_lacks():
     log = read_log(recorded("4090d"))
-    assert (log.weights_gib, log.available_kv_gib, log.kv_cache_tokens, log.init_seconds) == (8.61, 10.21, 235706, 286.39)
+    assert (log.weights_gib, log.available_kv_gib, log.kv_cache_tokens, log.init_seconds) == (
+        8.61,
+        10.21,
+        235706,
+        286.39,
+    )
     assert log.vllm_version == "0.23.0" and log.weights_read_seconds == 2.35
     assert log.consumed_gib is None and log.max_concurrency is None and log.attention_block_tokens is None
     assert log.runtime[0] | {"seconds": 0} == {
@@ -58,7 +63,12 @@ def test_the_4090d_excerpt_lacks_what_it_lacks():
 def test_the_cpu_log():
     log = read_log(recorded("cpu-"))
     assert log.ready and log.weights_gib is None and log.activation_gib is None
-    assert (log.available_kv_gib, log.kv_cache_tokens, log.max_concurrency, log.attention_block_tokens) == (1.0, 798720, 195.0, 384)
+    assert (log.available_kv_gib, log.kv_cache_tokens, log.max_concurrency, log.attention_block_tokens) == (
+        1.0,
+        798720,
+        195.0,
+        384,
+    )
     assert log.backends["attention"] == "CPU_ATTN" and len(log.runtime) == 2
 
 
@@ -139,7 +149,10 @@ def dressed(lines, how):
     elif how == "colour codes without escape":
         text = re.sub(r"(?m)^\(([^)]*)\)", "[0;36m(\\1)[0;0m", text)
     elif how == "json":
-        text = "\n".join(json.dumps({"log": "\x1b[36m" + line + "\x1b[0m\n", "stream": "stderr", "time": "2026-11-30T07:09:00.1Z"}) for line in lines)
+        text = "\n".join(
+            json.dumps({"log": "\x1b[36m" + line + "\x1b[0m\n", "stream": "stderr", "time": "2026-11-30T07:09:00.1Z"})
+            for line in lines
+        )
     elif how == "logfmt":
         text = "\n".join("ts=2026-11-30T07:09:00Z level=info msg=" + json.dumps(line) for line in lines)
     elif how == "compose":
@@ -155,7 +168,10 @@ def dressed(lines, how):
     elif how == "soft wrap with prefix":
         import textwrap
 
-        text = "\n".join("\n".join("vllm-1  | " + p for p in textwrap.wrap(line, 70, break_on_hyphens=False) or [""]) for line in lines)
+        text = "\n".join(
+            "\n".join("vllm-1  | " + p for p in textwrap.wrap(line, 70, break_on_hyphens=False) or [""])
+            for line in lines
+        )
     return text
 
 
@@ -188,7 +204,10 @@ def test_gzip_truncation_and_utf16(tmp_path):
 def test_the_tightest_rank_rules():
     lines = []
     for rank, free in [(0, 11.3), (1, 10.9), (2, 11.1)]:
-        for words in [f"Model loading took {4.1 + rank / 100:.2f} GiB memory and 3.0 seconds", f"Available KV cache memory: {free} GiB"]:
+        for words in [
+            f"Model loading took {4.1 + rank / 100:.2f} GiB memory and 3.0 seconds",
+            f"Available KV cache memory: {free} GiB",
+        ]:
             lines.append(f"(Worker_TP{rank} pid={70 + rank}) INFO 11-30 07:09:0{rank} [gpu_worker.py:563] {words}")
     random.Random(1).shuffle(lines)
     lines.append("(EngineCore pid=7) INFO 11-30 07:09:09 [kv_cache_utils.py:2235] GPU KV cache size: 235,706 tokens")
@@ -262,7 +281,13 @@ def mutated(draw):
 
 
 @settings(max_examples=examples(300), deadline=None)
-@given(st.one_of(mutated(), st.binary(max_size=2000), st.lists(st.sampled_from(PIECES), max_size=60).map(lambda p: " ".join(p).encode())))
+@given(
+    st.one_of(
+        mutated(),
+        st.binary(max_size=2000),
+        st.lists(st.sampled_from(PIECES), max_size=60).map(lambda p: " ".join(p).encode()),
+    )
+)
 def test_no_log_makes_it_raise(data):
     for log in read_all(data.split(b"\n")):
         json.dumps({k: v for k, v in figures(log).items()}, allow_nan=False)
