@@ -16,7 +16,9 @@ from prediction import compare, starts  # noqa: E402
 FOLDER = Path(__file__).parent / "data" / "starts"
 FACTS = json.loads((FOLDER / "starts.json").read_text(encoding="utf-8"))
 STARTS = FACTS["starts"]
-MISSED_POOL = "9b-131072-util0.25-seqs128-batched16384-text-eager"  # segments of the allocator that stay: README.md beside
+MISSED_POOL = (
+    "9b-131072-util0.25-seqs128-batched16384-text-eager"  # segments of the allocator that stay: README.md beside
+)
 MISSED_WEIGHTS = "9b-util0.20-seqs64-fp8-eager"  # the vision tower is quantized too: known since
 each = pytest.mark.parametrize("start", STARTS, ids=lambda s: s["log"].split("qwen3.5-")[1].removesuffix(".log"))
 
@@ -33,7 +35,9 @@ def now(start):
 @each
 def test_the_log_is_read_whole(start):
     log = log_of(start["log"])
-    assert log.ready and log.failure is None and log.vllm_version == FACTS["vllm"] and log.total_gib == FACTS["total_gib"]
+    assert (
+        log.ready and log.failure is None and log.vllm_version == FACTS["vllm"] and log.total_gib == FACTS["total_gib"]
+    )
     left = log.utilization * log.total_gib - log.consumed_gib - log.activation_gib
     assert log.available_kv_gib == pytest.approx(left, abs=0.03)
     for flag in ("max_model_len", "gpu_memory_utilization", "max_num_seqs", "kv_cache_dtype", "enforce_eager"):
@@ -93,4 +97,6 @@ def test_recorded_rows_are_what_their_logs_say(case):
     log = read_log(FOLDER.parent / KEPT[case])
     for figure in row.logged.keys() - {"available_kv_gib"}:
         assert row.logged[figure] == getattr(log, figure), figure
-    assert row.logged["available_kv_gib"] == (log.available_kv_gib or 5.0)  # given, so not logged, with --kv-cache-memory-bytes
+    assert row.logged["available_kv_gib"] == (
+        log.available_kv_gib or 5.0
+    )  # given, so not logged, with --kv-cache-memory-bytes
