@@ -110,6 +110,7 @@ def main() -> None:
             found = row(lever, recipe, server.log, measure(server.base_url, server.model, chapter.model_dir)) | stamp
         finally:
             server.leave(wait=60)
+            time.sleep(10)  # until the driver has the memory back
         with open(args.out, "a", encoding="utf-8") as out:
             out.write(json.dumps(found) + "\n")
         crowd = found[f"tokens_s_{CROWD}"]
