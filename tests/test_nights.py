@@ -14,8 +14,20 @@ def night(folder, day, ttft=75.0, kv=10.0, seconds=60.0, status="passed", **more
     """One run folder of a made-up night."""
     folder = folder / f"night-{day:02}"
     folder.mkdir(parents=True)
-    measured = {"TTFT": {"value": ttft, "unit": "ms"}, "KV cache": {"value": kv, "unit": "GiB"}, "picture": {"value": "3 × 2", "unit": ""}}
-    chapter = {"name": "05_x", "status": status, "seconds": seconds, "reason": "", "cell": "", "line": "", "measured": measured}
+    measured = {
+        "TTFT": {"value": ttft, "unit": "ms"},
+        "KV cache": {"value": kv, "unit": "GiB"},
+        "picture": {"value": "3 × 2", "unit": ""},
+    }
+    chapter = {
+        "name": "05_x",
+        "status": status,
+        "seconds": seconds,
+        "reason": "",
+        "cell": "",
+        "line": "",
+        "measured": measured,
+    }
     run = {
         "format": 2, "passed": status == "passed", "date": f"2026-11-{day:02}T02:00:00+00:00", "seconds": 100.0, "engine": "gpu",
         "device": "NVIDIA H200", "weights": "real", "versions": {"vllm": "0.27.0"}, "lock_sha256": "a" * 64,
@@ -81,7 +93,10 @@ def test_a_failed_chapter_is_a_regression(tmp_path):
 def test_other_parts_are_told_before_any_figure(tmp_path):
     for day in range(1, 6):
         night(tmp_path, day)
-    parts = {"model": {"name": "m", "revision": "2" * 40, "shards_sha256": {"model.safetensors": "b" * 64}}, "lock_sha256": "c" * 64}
+    parts = {
+        "model": {"name": "m", "revision": "2" * 40, "shards_sha256": {"model.safetensors": "b" * 64}},
+        "lock_sha256": "c" * 64,
+    }
     night(tmp_path, 9, ttft=100.0, **parts)
     found = compare([tmp_path])
     assert [c.split(":")[0] for c in found["changed"]] == ["model revision", "model shards_sha256", "lock_sha256"]
@@ -130,7 +145,11 @@ def test_a_killed_run_is_read_from_what_its_chapters_wrote(tmp_path):
 
 
 def test_an_older_format_and_odd_values_are_read_as_far_as_they_go(tmp_path):
-    odd = [None, {"name": 7}, {"name": "06_y", "measured": {"a": 3, "b": {"value": float("nan"), "unit": "s"}, "c": {"value": True}}}]
+    odd = [
+        None,
+        {"name": 7},
+        {"name": "06_y", "measured": {"a": 3, "b": {"value": float("nan"), "unit": "s"}, "c": {"value": True}}},
+    ]
     folder = night(tmp_path, 1, format=1, date="yesterday", server=None, model="m", chapters=odd)
     found = read_night(folder)
     assert found.figures == {} and len(found.notes) == 4
