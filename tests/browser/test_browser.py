@@ -41,7 +41,7 @@ STATE = """() => {
 }"""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def lab(tmp_path_factory):
     """A JupyterLab over a copy of the book: its address with the token. The book's server, if one was started, is stopped."""
     folder, port, book_port = tmp_path_factory.mktemp("a book"), free_port(), free_port()
@@ -94,7 +94,7 @@ def lab(tmp_path_factory):
             os.killpg(server.pid, signal.SIGKILL)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium():
     with playwright.sync_playwright() as p:
         quiet = [
