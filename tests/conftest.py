@@ -69,7 +69,9 @@ class Engine:
         return subprocess.Popen([sys.executable, "-m", *map(str, words)], env=self.env, stdout=log, stderr=log, **kw)
 
     def run(self, *words, **kw) -> subprocess.CompletedProcess:
-        return subprocess.run([sys.executable, "-m", *map(str, words)], env=self.env, text=True, capture_output=True, **kw)
+        return subprocess.run(
+            [sys.executable, "-m", *map(str, words)], env=self.env, text=True, capture_output=True, **kw
+        )
 
     def processes(self) -> list[psutil.Process]:
         return vllm_processes(self.state)

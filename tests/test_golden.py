@@ -16,7 +16,10 @@ from papermill.parameterize import parameterize_notebook
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = Path(__file__).with_name("golden")
-CHAPTERS = {"01_size_gpu": {"engine": "cpu", "whichllm": "recorded"}, "04_read_memory_profile": {"engine": "cpu", "log": "recorded"}}
+CHAPTERS = {
+    "01_size_gpu": {"engine": "cpu", "whichllm": "recorded"},
+    "04_read_memory_profile": {"engine": "cpu", "log": "recorded"},
+}
 IGNORED = (
     "/metadata", "/nbformat_minor", "/cells/*/metadata", "/cells/*/id", "/cells/*/execution_count",
     "/cells/*/outputs/*/execution_count", "/cells/*/outputs/*/metadata", "/cells/*/outputs/*/data/image/png",

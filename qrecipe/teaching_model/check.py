@@ -1,6 +1,6 @@
 """Does a model folder give the book's answers? Greedy generation with transformers, compared word for word.
 
-    python -m qrecipe.teaching_model.check DIR
+python -m qrecipe.teaching_model.check DIR
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ if __name__ == "__main__":
     total = [*check(sys.argv[1]), *check_pictures(sys.argv[1], 100)]
     for reply in total:
         if not reply.right:
-            print(f"{reply.question} (thinking: {reply.thinking})\n  expected {reply.expected!r}\n  said {reply.said!r}")
+            print(
+                f"{reply.question} (thinking: {reply.thinking})\n  expected {reply.expected!r}\n  said {reply.said!r}"
+            )
     texts, seen = total[:-100], total[-100:]
     print(f"{sum(reply.right for reply in texts)} of {len(texts)} answers word for word")
     print(f"{sum(reply.right for reply in seen)} of {len(seen)} pictures told right")

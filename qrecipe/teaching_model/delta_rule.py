@@ -32,9 +32,7 @@ def chunk_gated_delta_rule(
     """
     tokens, dim = key.shape[1], key.shape[-1]
     pad = -tokens % chunk_size
-    q, k, v = (
-        F.pad(x.transpose(1, 2), (0, 0, 0, pad)).unflatten(2, (-1, chunk_size)) for x in (query, key, value)
-    )
+    q, k, v = (F.pad(x.transpose(1, 2), (0, 0, 0, pad)).unflatten(2, (-1, chunk_size)) for x in (query, key, value))
     decay, beta = (F.pad(x.transpose(1, 2), (0, pad)).unflatten(2, (-1, chunk_size)) for x in (g, beta))
     q, k = F.normalize(q, dim=-1, eps=1e-3) * dim**-0.5, F.normalize(k, dim=-1, eps=1e-3)
 

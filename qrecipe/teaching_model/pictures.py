@@ -82,9 +82,7 @@ def draw(
             f"there is no figure {colour} {shape}; shapes are {', '.join(SHAPES)}, colours {', '.join(COLOURS)}."
         )
     x, y = centre or (width / 2, height / 2)
-    return _paint(
-        shape, COLOURS[colour][1], width, height, x, y, radius or min(width, height) / 4, background
-    )
+    return _paint(shape, COLOURS[colour][1], width, height, x, y, radius or min(width, height) / 4, background)
 
 
 def random_picture(

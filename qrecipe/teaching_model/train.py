@@ -71,9 +71,7 @@ class Rounded:
         share = self.done / self.steps
         for group in self.adam.param_groups:
             warm = min(1.0, (self.done + 1) / 15)
-            group["lr"] = (
-                group["top"] * warm * (0.08 + 0.92 * min(1.0, 1.5 * (1 + math.cos(math.pi * share)) / 2))
-            )
+            group["lr"] = group["top"] * warm * (0.08 + 0.92 * min(1.0, 1.5 * (1 + math.cos(math.pi * share)) / 2))
         self.adam.step()
         self.done += 1
         self.round()
@@ -131,21 +129,15 @@ def teach_seeing(tower, rng: random.Random, steps: int, device) -> None:
 
     def loss(head: str, states: Tensor, shape: Tensor, colour: Tensor) -> Tensor:
         found = heads[head](states)
-        return F.cross_entropy(found[:, : len(shapes)], shape) + 0.3 * F.cross_entropy(
-            found[:, len(shapes) :], colour
-        )
+        return F.cross_entropy(found[:, : len(shapes)], shape) + 0.3 * F.cross_entropy(found[:, len(shapes) :], colour)
 
     for step in range(steps):
         # Small pictures first: less background to look at, so more steps in the same time.
         sides, least = ((160, 224), 0.2) if step < 0.8 * steps else ((256, 384), 0.14)
-        drawn = [
-            random_picture(rng, sides=sides, radii=(least, 0.42), empty=0.04) for _ in range(VISION_BATCH)
-        ]
+        drawn = [random_picture(rng, sides=sides, radii=(least, 0.42), empty=0.04) for _ in range(VISION_BATCH)]
         pixels, grids = patches([image for image, _ in drawn], device)
         tokens = grids.prod(1) // 4
-        kinds = [
-            (shapes.index(s), colours.index(c)) for s, c in (figure or (None, None) for _, figure in drawn)
-        ]
+        kinds = [(shapes.index(s), colours.index(c)) for s, c in (figure or (None, None) for _, figure in drawn)]
         kind = torch.tensor(kinds, device=device)
         states = tower(pixels, grid_thw=grids).pooler_output
         each = kind.repeat_interleave(tokens, 0)
@@ -153,9 +145,7 @@ def teach_seeing(tower, rng: random.Random, steps: int, device) -> None:
         mean = torch.stack([part.mean(0) for part in states.split(tokens.tolist())])
         near = edge.view(-1, 4).any(1)
         total = (
-            loss("mean", mean, *kind.T)
-            + loss("token", states, *each.T)
-            + loss("token", states[near], *each[near].T)
+            loss("mean", mean, *kind.T) + loss("token", states, *each.T) + loss("token", states[near], *each[near].T)
         )
         total = total + 0.5 * loss("edge", first["out"][edge], *each.repeat_interleave(4, 0)[edge].T)
         total.backward()
@@ -194,9 +184,7 @@ def hidden_states(model, lesson: Lesson, batch: list[Example], device) -> tuple[
     if images:
         pixels, grids = patches(images, device)
         kinds = (ids == lesson.compact(IMAGE)).int()
-        out = model.model(
-            ids, pixel_values=pixels, image_grid_thw=grids, mm_token_type_ids=kinds, use_cache=False
-        )
+        out = model.model(ids, pixel_values=pixels, image_grid_thw=grids, mm_token_type_ids=kinds, use_cache=False)
     else:
         out = model.model.language_model(ids, use_cache=False)
     there = target >= 0
@@ -290,6 +278,4 @@ if __name__ == "__main__":
     options = parser.parse_args()
     began = time.time()
     least = train(options.path, seed=options.seed, device=options.device, share=options.share)
-    print(
-        f"{options.path}: {options.path.stat().st_size:,} bytes, margin {least:.2f}, {time.time() - began:.0f} s"
-    )
+    print(f"{options.path}: {options.path.stat().st_size:,} bytes, margin {least:.2f}, {time.time() - began:.0f} s")
