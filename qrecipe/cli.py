@@ -71,6 +71,8 @@ def serve(
     tensor_parallel_size: Annotated[int | None, typer.Option(help="every layer split over so many ranks")] = None,
     pipeline_parallel_size: Annotated[int | None, typer.Option(help="layers dealt out to so many stages")] = None,
     data_parallel_size: Annotated[int | None, typer.Option(help="so many copies of the engine")] = None,
+    nodes: Annotated[int, typer.Option(help="hosts that the ranks spread over, joined by Ray", min=1)] = 1,
+    head: Annotated[str, typer.Option(help="with --nodes: HOST:PORT of the Ray head")] = "",
     keep: Annotated[bool, typer.Option("--keep", help="leave it running until 'qrecipe stop'")] = False,
     new_key: Annotated[
         bool, typer.Option("--new-key", help="make an API key, kept in a file only you can read")
@@ -100,6 +102,13 @@ def serve(
         max_model_len=max_model_len, gpu_memory_utilization=gpu_memory_utilization, extra=tuple(extra or []), host=host,
         trust_remote_code=trust_remote_code, **{k: v for k, v in changes.items() if v},
     )  # fmt: skip
+    if nodes > 1:
+        if recipe.ranks % nodes or recipe.ranks // nodes % (recipe.tensor_parallel_size or 1):
+            raise BadInput(
+                f"{recipe.ranks} ranks do not spread evenly over {nodes} nodes with tensor parallelism inside each: let the pipeline- or data-parallel size be a multiple of {nodes}"
+            )
+        env = recipe.env | {"RAY_ADDRESS": head}
+        recipe = recipe.with_(distributed_executor_backend="ray", env=env)
     print(recipe.command())
     if trust_remote_code:
         print("trust-remote-code is on: Python code of the model's folder will run on this machine as you")

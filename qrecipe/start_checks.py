@@ -6,6 +6,7 @@ import secrets
 import socket
 import sys
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 
 from .errors import BadInput
@@ -46,8 +47,24 @@ def check_start(recipe: ServeRecipe) -> None:
         from .shape import load_shape
 
         check_parallel(load_shape(recipe.model), recipe.tensor_parallel_size or 1, recipe.pipeline_parallel_size or 1)
+    if head := recipe.env.get("RAY_ADDRESS"):
+        check_head(head)
     if "VLLM_CPU_KVCACHE_SPACE" not in recipe.env and recipe.gpu_memory_utilization:
-        check_gpus(recipe.gpu_memory_utilization, recipe.ranks)
+        check_gpus(recipe.gpu_memory_utilization, (recipe.tensor_parallel_size or 1) if head else recipe.ranks)
+
+
+def check_head(address: str) -> None:
+    """BadInput when no Ray head answers at HOST:PORT, or when this environment has no Ray to join it with."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=5):
+            pass
+    except (OSError, ValueError, OverflowError) as e:
+        raise BadInput(
+            f"no Ray head answers at {address!r} ({e}): on that host run 'ray start --head --port 6379', on each other one 'ray start --address HOST:6379', and give HOST:6379"
+        ) from None
+    if find_spec("ray") is None:
+        raise BadInput("several hosts need Ray and it is not installed here: uv pip install ray, on every host")
 
 
 def check_gpus(share: float, count: int) -> None:

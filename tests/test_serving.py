@@ -17,6 +17,7 @@ from qrecipe.errors import BadInput, ServerFailed
 from qrecipe.processes import Pid, server_processes
 from qrecipe.recipe import ServeRecipe
 from qrecipe.serving import Server
+from qrecipe.start_checks import check_gpus, check_head
 
 STUB = Path(__file__).with_name("stub")
 
@@ -306,3 +307,33 @@ def test_the_last_start_s_time_is_told_and_joining_a_ready_server_does_not_spoil
     Server.start(ServeRecipe("stub", port=port), on_progress=StartProgress("cpu"))
     assert StartProgress("cpu").last == took
     assert "joined the server that was ready" in capsys.readouterr().err
+
+
+def test_ranks_need_cards_of_one_size_each(stub, port, monkeypatch):
+    cards = "0, 81000, 81920\n1, 24000, 24564\n"
+    monkeypatch.setattr("qrecipe.facts._output", lambda *words: cards)
+    with pytest.raises(BadInput, match="3 ranks are asked for and 2 GPUs are here"):
+        check_gpus(0.9, 3)
+    with pytest.raises(BadInput, match="first 2 GPUs have 80, 24 GiB.*CUDA_VISIBLE_DEVICES"):
+        check_gpus(0.9, 2)
+    check_gpus(0.9, 1)
+
+
+def test_heads_that_cannot_be_divided_are_refused_with_the_sizes_that_can(port, tmp_path):
+    from qrecipe.teaching_model import build
+
+    recipe = ServeRecipe(str(build(tmp_path / "model")), port=port, tensor_parallel_size=3)
+    with pytest.raises(BadInput, match=r"tensor_parallel_size 3 does not divide the heads.*use one of \[1, 2\]"):
+        Server.start(recipe)
+
+
+def test_a_ray_head_that_does_not_answer_is_one_sentence(port, monkeypatch):
+    for address in (f"127.0.0.1:{port}", "nowhere.invalid:6379", "6379", "", "127.0.0.1:x"):
+        with pytest.raises(BadInput, match="no Ray head answers at .*ray start --head"):
+            check_head(address)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", port))
+        s.listen()
+        monkeypatch.setattr("qrecipe.start_checks.find_spec", lambda name: None)
+        with pytest.raises(BadInput, match="uv pip install ray"):
+            check_head(f"127.0.0.1:{port}")
