@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 CHAPTERS = {p.stem: nbformat.read(p, 4).cells for p in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))}
 CORE = [name for name in CHAPTERS if name[:2] <= "06"]
-WORDS_A_MINUTE = 238  # silent reading of English non-fiction, mean of 190 studies (Brysbaert 2019)
+WORDS_A_MINUTE = 238  # silent reading of English non-fiction, mean of 190 studies
 PAGES = ("index.md", "glossary.md")
 
 
