@@ -5,7 +5,7 @@ from typing import Any
 
 from qrecipe.cards import Card, cards
 from qrecipe.errors import RecipeError
-from qrecipe.memory import budget, longest_of
+from qrecipe.memory import Budget, budget, longest_of
 
 # One change of flags and what it buys: GiB of KV pool, tokens and full-length requests (at the new settings).
 Lever = namedtuple("Lever", "name flag kv_gib tokens requests note")
@@ -16,14 +16,19 @@ def largest_max_model_len(model: Any, **settings: Any) -> int:
     return longest_of(budget(model, **settings | {"max_model_len": None}))
 
 
+def fitting(model: Any, **settings: Any) -> Budget:
+    """The budget of these settings; where it does not fit and max_num_seqs was left open, with no more than it has blocks."""
+    found = budget(model, **settings)
+    if not found.fits and found.flags.max_num_seqs is None and found.blocks:
+        found = budget(model, **settings | {"max_num_seqs": min(found.blocks, found.max_num_seqs)})
+    return found
+
+
 def smallest_card(model: Any, *, requests: float = 1.0, **settings: Any) -> Card | None:
     """The smallest bundled card that holds `requests` full-length requests at once, if need be with fewer sequences than
     vLLM's default; None if no card does."""
     for card in cards():
-        here = settings | {"gpu": card, "gpu_memory_gib": None, "available_kv_gib": None}
-        found = budget(model, **here)
-        if not found.fits and found.flags.max_num_seqs is None and found.blocks:
-            found = budget(model, **here | {"max_num_seqs": min(found.blocks, found.max_num_seqs)})
+        found = fitting(model, **settings | {"gpu": card, "gpu_memory_gib": None, "available_kv_gib": None})
         if found.fits and found.max_concurrency >= requests:
             return card
     return None

@@ -13,7 +13,12 @@ TOKEN = "QRECIPE_SERVER_TOKEN"
 
 def server_processes(token: str) -> list[psutil.Process]:
     """Every live process whose environment carries `token`, whoever its parent is now."""
-    needle = f"{TOKEN}={token}".encode()
+    return carrying(TOKEN, token)
+
+
+def carrying(variable: str, value: str) -> list[psutil.Process]:
+    """Every live process in whose environment `variable` has this value."""
+    needle = f"{variable}={value}".encode()
     found = []
     for entry in os.listdir("/proc"):
         if not entry.isdigit():

@@ -15,8 +15,8 @@ NO_DOMAIN = "none.invalid"  # a name that cannot be resolved (RFC 2606): the ser
 TEACHING = "teaching-model"  # the start of its folder's name
 # A start of the teaching model is imports and tokenizer copies: share the tokenizer (plugin.py), and let the worker live
 # in the engine core's process. vLLM then cannot bind OpenMP threads itself, so one thread is set here.
-ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
-LEVERS = {"QRECIPE_SHARE_TOKENIZER": "1", **ONE_PROCESS}
+SHARE_TOKENIZER = {"QRECIPE_SHARE_TOKENIZER": "1"}
+LEVERS = SHARE_TOKENIZER | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def recipe_for(engine: str, model: str, *, port: int = 8000, weights: str = "rea
         if split > 1:  # vLLM gives each rank a NUMA node of its own unless told which cores are whose
             env["VLLM_CPU_OMP_THREADS_BIND"] = bind_cores(split * (changes.get("data_parallel_size") or 1))
         if Path(model).name.startswith(TEACHING):
-            env |= {name: value for name, value in LEVERS.items() if split == 1 or name not in ONE_PROCESS}
+            env |= LEVERS if split == 1 else SHARE_TOKENIZER
             flags["distributed_executor_backend"] = "uni" if split == 1 else "mp"
     if weights == "dummy":
         flags["load_format"] = "dummy"

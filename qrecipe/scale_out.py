@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from qrecipe.answers import fitting
 from qrecipe.cards import Card, find_card
 from qrecipe.errors import BadInput, RecipeError
-from qrecipe.memory import Budget, budget
+from qrecipe.memory import Budget
 
 SIZES = (1, 2, 4, 8, 16)
 MASTER = "MASTER"  # stands for the first host's address in commands for several hosts
@@ -102,15 +103,13 @@ def plans(
         raise BadInput(f"requests {requests}, most {most}, per_host {per_host}: each has to be above zero")
     found: list[Plan] = []
     refused, possible = None, False
-    for name, tensor, stages in product(cards, SIZES, SIZES):
-        card = name if isinstance(name, Card) else find_card(name)
+    known = [card if isinstance(card, Card) else find_card(card) for card in cards]
+    for card, tensor, stages in product(known, SIZES, SIZES):
         if tensor * stages > most or tensor > per_host:
             continue
         here = settings | {"gpu": card, "tensor_parallel_size": tensor, "pipeline_parallel_size": stages}
         try:
-            one = budget(model, **here)
-            if not one.fits and one.flags.max_num_seqs is None and one.blocks:
-                one = budget(model, **here | {"max_num_seqs": min(one.blocks, one.max_num_seqs)})
+            one = fitting(model, **here)
         except RecipeError as e:
             refused = e
             continue

@@ -14,6 +14,8 @@ import pytest
 from conftest import ROOT, free_port, is_free, wait_until
 from nbformat.v4 import new_code_cell, new_notebook
 
+from qrecipe.processes import carrying
+
 STUB = ROOT / "tests/stub"
 ALL = os.environ.get("QRECIPE_FAULTS") == "all"  # also the slow ones and those on the real engine: make faults
 slow = pytest.mark.skipif(not ALL, reason="one of many of its kind: make faults")
@@ -121,16 +123,7 @@ class Place:
 
     def left(self) -> list[psutil.Process]:
         """Every process of this place that still runs: its environment names the state folder."""
-        found, needle = [], f"QRECIPE_STATE={self.state}".encode()
-        for entry in filter(str.isdigit, os.listdir("/proc")):
-            try:
-                if needle in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
-                    process = psutil.Process(int(entry))
-                    if process.status() != psutil.STATUS_ZOMBIE:
-                        found.append(process)
-            except (OSError, psutil.Error):
-                continue
-        return found
+        return carrying("QRECIPE_STATE", str(self.state))
 
     def clean(self, seconds: float = 20) -> bool:
         """No process is left and the port is free."""

@@ -107,11 +107,16 @@ def test_whole_state_folder_removed_under_a_running_server(tmp_path):
     place.good()
 
 
-def test_stale_state_of_a_process_that_is_gone(tmp_path):
+def ended(tmp_path):
+    """A place whose server has ended, and that server's state file."""
     place = Place(tmp_path)
     end(place.owner())
     assert place.clean()
-    file = place.state / f"servers/port-{place.port}/server.json"
+    return place, place.state / f"servers/port-{place.port}/server.json"
+
+
+def test_stale_state_of_a_process_that_is_gone(tmp_path):
+    place, file = ended(tmp_path)
     file.write_text(json.dumps(place.server() | {"status": "ready", "supervisor": [os.getpid(), 1]}))
     status = place.cli("status", "--json")
     assert json.loads(status.communicate()[0])[0]["status"] == "died" and status.returncode == 1
@@ -119,10 +124,7 @@ def test_stale_state_of_a_process_that_is_gone(tmp_path):
 
 
 def test_starter_killed_before_its_supervisor_came_up(tmp_path):
-    place = Place(tmp_path)
-    end(place.owner())
-    assert place.clean()
-    file = place.state / f"servers/port-{place.port}/server.json"
+    place, file = ended(tmp_path)
     state = {k: v for k, v in place.server().items() if k != "supervisor"}
     file.write_text(json.dumps(state | {"status": "launching", "started": time.monotonic() - 18}))
     place.good()
