@@ -12,14 +12,8 @@ BITS |= {"bits": 1 / 8, "Mb": 1e6 / 8, "Gb": 1e9 / 8}
 TIME = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1, "sec": 1, "second": 1, "seconds": 1}
 TIME |= {"min": 60, "minute": 60, "minutes": 60, "h": 3600, "hour": 3600, "hours": 3600}
 WORDS = ("token", "block", "layer", "request", "patch", "pixel", "parameter", "time", "place")
-COUNT = {w + s: 1 for w in WORDS for s in ("", "s", "es")} | {
-    "": 1,
-    "x": 1,
-    "×": 1,
-    "k": 1e3,
-    "million": 1e6,
-    "billion": 1e9,
-}
+SCALES = {"k": 1e3, "thousand": 1e3, "M": 1e6, "million": 1e6, "billion": 1e9}
+COUNT = {w + s: 1 for w in WORDS for s in ("", "s", "es")} | {"": 1, "x": 1, "×": 1}
 RATE = {f"{w}/s": 1 for w in ("token", "tokens", "tok", "request", "requests", "req")} | {"tps": 1, "tok/sec": 1}
 KINDS = {
     "memory": BYTES | BITS,
@@ -69,9 +63,11 @@ def quantity(written: object, asked: str) -> Quantity:
     match = NUMBER.fullmatch(text)
     if not match:
         raise BadInput(f"{written!r} is no number; one such as {f'8.5 {asked}'.strip()!r} is expected")
-    value = float(re.sub(r"[,_' ]", "", match[1]))
-    unit, kind = unit_of(match[2]) if match[2] else unit_of(asked)
-    wanted = unit_of(asked)[1]
+    value, word, wanted = float(re.sub(r"[,_' ]", "", match[1])), match[2], unit_of(asked)[1]
+    if wanted == "count" and word.split(" ")[0] in SCALES:  # "2.9 million tokens"
+        scale, _, word = word.partition(" ")
+        value *= SCALES[scale]
+    unit, kind = unit_of(word or asked)
     if kind != wanted:
         raise BadInput(f"{written!r} is in {unit or 'no unit'}; a {wanted} in {asked or 'plain numbers'} is expected")
     return Quantity(value, unit, kind)

@@ -85,6 +85,7 @@ VALUES = {  # what each cell of the notebooks passes to check()
     "6.1": {"count": image_tokens(640, 480)}, "6.2": {"effect": lambda size: image_tokens(**size).prompt_tokens}, "6.3": {},
     "6.4": {"tower": SHAPE.count() - SHAPE.count(vision=False)}, "7.1": {"ratio": 4.0, "seconds": {"one by one": 4.0, "one batch": 1.0}}, "7.2": {},
     "8.1": {}, "8.2": {"rate": 4.0, "seconds": 1.5},
+    "9.1": {name: qrecipe.budget("Qwen3.5-27B", gpu="H200", max_model_len=32768, tensor_parallel_size=n) for n, name in [(1, "one"), (2, "two")]}, "9.2": {},
 }  # fmt: skip
 
 
@@ -243,7 +244,7 @@ def test_a_number_written_in_a_unit_is_read_back(value, unit):
 @pytest.mark.parametrize(
     "written, asked, base",
     [("1,024 tokens", "tokens", 1024), ("8,6 GiB", "GiB", 8.6 * 2**30), ("9.2gb", "GiB", 9.2e9), ("8 Gb", "GiB", 1e9), ("~3.5x", "x", 3.5),
-     ("4.5 billion", "parameters", 4.5e9), (7, "ms", 0.007), ("about 2 min.", "s", 120), ("µ", "s", None), ("3 GiB", "s", None)],
+     ("4.5 billion", "parameters", 4.5e9), ("2.9 million tokens", "tokens", 2.9e6), ("3M", "tokens", 3e6), ("3 M", "GiB", None), (7, "ms", 0.007), ("about 2 min.", "s", 120), ("µ", "s", None), ("3 GiB", "s", None)],
 )  # fmt: skip
 def test_numbers_as_people_write_them(written, asked, base):
     if base is None:
