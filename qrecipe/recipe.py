@@ -156,7 +156,8 @@ def bind_cores(ranks: int) -> str:
 def recipe_for(engine: str, model: str, *, port: int = 8000, weights: str = "real", **changes) -> ServeRecipe:
     """The book's recipe for an engine ("cpu" or "gpu").
 
-    The CPU engine adds what two cores need: four sequences, no graph capture, no video, one GiB of KV cache.
+    The CPU engine adds what two cores need: four sequences, no graph capture, no video, one GiB of KV cache. `changes`: other
+    flags; an `env` among them is added to the engine's own.
     `$QRECIPE_SERVE_EXTRA` holds more words for the end of the command line, for what only this machine needs:
     QRECIPE_SERVE_EXTRA="--gdn-prefill-backend triton".
     """
@@ -168,12 +169,13 @@ def recipe_for(engine: str, model: str, *, port: int = 8000, weights: str = "rea
     if engine == "cpu":
         flags |= {"max_num_seqs": 4, "enforce_eager": True, "limit_mm_per_prompt": {"image": 4, "video": 0}}
         env["VLLM_CPU_KVCACHE_SPACE"] = "1"
-        split = prod(changes.get(name) or 1 for name in ("tensor_parallel_size", "pipeline_parallel_size"))
-        if split > 1:  # vLLM gives each rank a NUMA node of its own unless told which cores are whose
-            env["VLLM_CPU_OMP_THREADS_BIND"] = bind_cores(split * (changes.get("data_parallel_size") or 1))
+        sizes = [changes.get(f"{name}_parallel_size") or 1 for name in ("tensor", "pipeline", "data")]
+        backend = changes.get("distributed_executor_backend") or ("uni" if sizes[0] * sizes[1] == 1 else "mp")
         if Path(model).name.startswith(TEACHING):
-            env |= LEVERS if split == 1 else SHARE_TOKENIZER
-            flags["distributed_executor_backend"] = "uni" if split == 1 else "mp"
+            env |= LEVERS if backend == "uni" else SHARE_TOKENIZER
+            flags["distributed_executor_backend"] = backend
+        if prod(sizes) > 1:  # vLLM gives each rank a NUMA node of its own unless told which cores are whose
+            env["VLLM_CPU_OMP_THREADS_BIND"] = bind_cores(prod(sizes))
     if weights == "dummy":
         flags["load_format"] = "dummy"
     try:
@@ -182,5 +184,5 @@ def recipe_for(engine: str, model: str, *, port: int = 8000, weights: str = "rea
         raise BadInput(
             f"QRECIPE_SERVE_EXTRA cannot be read as words of a command line ({e}): close its quotes"
         ) from None
-    changes["extra"] = words + tuple(changes.get("extra", ()))
-    return ServeRecipe(**{**flags, "env": env, **changes})
+    changes |= {"extra": words + tuple(changes.get("extra", ())), "env": env | changes.get("env", {})}
+    return ServeRecipe(**flags | changes)
