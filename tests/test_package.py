@@ -3,11 +3,17 @@
 import re
 import subprocess
 import sys
+import tomllib
 
 import nbformat
 import pytest
+import yaml
 from conftest import ROOT
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
 TEXT = [p for p in TRACKED if re.search(r"\.(py|md|toml|yml|txt|in|sh|ipynb|json|jsonl|log)$|Makefile|run$", p)]
@@ -72,3 +78,23 @@ def test_the_locks_are_hashed_and_name_no_index():
         assert lock.count("--hash=sha256:") >= len(pinned) and "http" not in re.sub(
             r"(?m)^\S*http\S*==|# .*$|^ +#.*$", "", lock
         )
+
+
+def test_the_conda_environment_brings_what_the_set_up_needs_and_nothing_that_the_locks_bring():
+    """Its form and pins; a conda solver needs a channel, which the tests do not reach for."""
+    env = yaml.safe_load((ROOT / "environment.yml").read_text())
+    assert sorted(env) == ["channels", "dependencies", "name"] and env["channels"] == ["conda-forge"]
+    given = dict(re.fullmatch(r"([a-z0-9-]+)(?:=(\d+\.\d+))?", word).groups() for word in env["dependencies"])
+    assert {"python", "make", "curl", "git"} <= set(given)  # README: what a fresh machine must have
+    assert Version(given["python"]) in SpecifierSet(PROJECT["requires-python"])
+    locked = re.findall(r"^[a-z0-9._-]+", (ROOT / "requirements/cpu.txt").read_text(), re.M)
+    assert set(given).isdisjoint(locked)
+
+
+@pytest.mark.parametrize("engine", ["cpu", "gpu"])
+def test_the_lock_pins_what_the_project_asks_for(engine):
+    lock = (ROOT / f"requirements/{engine}.txt").read_text()
+    pins = dict(re.findall(r"^([a-z0-9._-]+)(?:\[.*\])?==([^\s;]+)", lock, re.M))
+    extras = PROJECT["optional-dependencies"]
+    for asked in map(Requirement, PROJECT["dependencies"] + extras["book"] + extras[engine] + extras["test"]):
+        assert Version(pins[asked.name]) in asked.specifier, (asked, pins[asked.name])
