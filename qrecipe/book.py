@@ -238,7 +238,7 @@ def write_run(
 ) -> None:
     """run.json, junit.xml and index.html of a run, also of one that was interrupted."""
     from .lock import lock_facts
-    from .report import write_junit, write_report, write_summary
+    from .report import write_page, write_report
 
     state = serving.read_state(held) if held else {}
     log = Path(state["log"]) if state else None
@@ -257,8 +257,8 @@ def write_run(
             "chapters": [asdict(v) for v in verdicts],
         }  # fmt: skip
         write_whole(folder / "run.json", json.dumps(run, indent=1, ensure_ascii=False) + "\n")
-        write_junit(folder, run)
-        write_summary(folder, run)
+        for name in ("junit.xml", "summary.md"):
+            write_page(folder, name, run=run)
         write_report(folder, run)
     except OSError as e:
         raise BadInput(

@@ -6,7 +6,7 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
-from qrecipe.report import LONGEST, write_junit, write_report, write_summary
+from qrecipe.report import LONGEST, write_page, write_report
 
 EVIL = "<script>alert(1)</script> ```` \x1b[31m \x00 ]]> & \ud800 <img src=x onerror=alert(1)>"
 
@@ -40,7 +40,7 @@ def test_the_page_shows_hostile_text_and_runs_none_of_it(tmp_path, run):
 
 
 def test_junit_xml_can_be_read_whatever_the_log_held(tmp_path, run):
-    suite = ElementTree.parse(write_junit(tmp_path, run)).getroot()
+    suite = ElementTree.parse(write_page(tmp_path, "junit.xml", run=run)).getroot()
     assert {k: suite.get(k) for k in ("tests", "failures", "skipped")} == {
         "tests": "3",
         "failures": "1",
@@ -51,7 +51,7 @@ def test_junit_xml_can_be_read_whatever_the_log_held(tmp_path, run):
 
 
 def test_a_log_cannot_break_out_of_the_summary(tmp_path, run):
-    text = write_summary(tmp_path, run).read_bytes().decode("utf-8", "replace")
+    text = write_page(tmp_path, "summary.md", run=run).read_bytes().decode("utf-8", "replace")
     fenced = text.split("`````text\n")
     assert len(fenced) == 4 and all("`````" in part for part in fenced[1:])
     assert "| 04_y | passed | 2 |" in text
