@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -56,30 +57,24 @@ def dissect(
             events, marks, broke, rid = _stream(client, create, body, options)
             break
         except Exception as error:
-            if options and getattr(error, "status_code", 0) in (400, 422) and _about_usage(str(error), options):
-                notes.append(f"The server refused stream_options={options}: asked again with less.")
-                continue
-            raise explain(error, client, model) from error
+            said = any(word in str(error) for word in ("stream_options", *(options or ())))
+            if not (options and said and getattr(error, "status_code", 0) in (400, 422)):
+                raise explain(error, client, model) from error
+            notes.append(f"The server refused stream_options={options}: asked again with less.")
     try:
         result = _assemble(events, tokenizer, notes)
     except (TypeError, ValueError, AttributeError) as error:  # the client does not check the types of what comes
-        raise RequestFailed(
+        why = (
             f"{client.base_url} sent chunks that are not of OpenAI's form ({error}): is it an OpenAI-compatible server?"
-        ) from error
-    result = replace(result, model=model, marks=marks, request_id=rid,
-                     endpoint="/v1/chat/completions" if prompt is None else "/v1/completions")  # fmt: skip
-    if broke is not None:
-        return replace(
-            result, complete=False, notes=[*result.notes, f"The stream broke: {explain(broke, client, model)}"]
         )
-    if None in result.finish_reasons or not result.finish_reasons:
-        note = "The stream ended without a finish reason: what is shown is what came."
-        return replace(result, complete=False, notes=[*result.notes, note])
-    return result
-
-
-def _about_usage(message: str, options: dict) -> bool:
-    return any(word in message for word in ("stream_options", *options))
+        raise RequestFailed(why) from error
+    if broke is not None:
+        notes.append(f"The stream broke: {explain(broke, client, model)}")
+    elif not all(result.finish_reasons or [None]):
+        notes.append("The stream ended without a finish reason: what is shown is what came.")
+    endpoint = "/v1/chat/completions" if prompt is None else "/v1/completions"
+    complete = broke is None and all(result.finish_reasons or [None])
+    return replace(result, model=model, marks=marks, request_id=rid, endpoint=endpoint, complete=complete)
 
 
 def _stream(client: Any, create: Any, body: dict, options: dict | None):
@@ -89,21 +84,19 @@ def _stream(client: Any, create: Any, body: dict, options: dict | None):
     body = dict(body, stream=True, extra_headers=headers) | ({"stream_options": options} if options else {})
     _build_models_once()
     clock, broke = time.perf_counter, None
-    with _no_collection(), _traced(client, rid, marks):
+    with _traced(client, rid, marks):
         start = clock()
         stream = create(**body)
         kind = stream.response.headers.get("content-type", "nothing said of its type")
-        if "event-stream" not in kind:
-            stream.close()
-            raise RequestFailed(
-                f"{client.base_url} answered with {kind} instead of an event stream: is it an OpenAI-compatible "
-                "server that can stream, and does base_url end in /v1?"
-            )
         try:
+            if "event-stream" not in kind:
+                raise RequestFailed(f"{client.base_url} answered with {kind} instead of an event stream: is it an "
+                                    "OpenAI-compatible server that can stream, and does base_url end in /v1?")  # fmt: skip
             for event in stream:
-                events.append((clock() - start, event))
+                if hasattr(event, "choices") or getattr(event, "usage", None) is not None:
+                    events.append((clock() - start, event))
         except Exception as error:  # whatever ends a stream early: connection, error event, broken JSON
-            if not any(_is_chunk(event) for _, event in events):
+            if not events:
                 raise
             broke = error
         finally:
@@ -126,20 +119,11 @@ def _build_models_once() -> None:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
-    """Hold Python's garbage collector back: with torch loaded one sweep takes long enough to pass for a slow token."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-@contextmanager
 def _traced(client: Any, rid: str, marks: dict[str, float]) -> Iterator[None]:
-    """Note when the HTTP client connects, has sent, and sees the headers (its own trace events), where it can say."""
+    """Note when the HTTP client connects, has sent, and sees the headers (its own trace events), where it can say.
+
+    Holds Python's garbage collector back meanwhile: with torch loaded one sweep takes as long as a slow token.
+    """
     wanted = {
         "connect_tcp.started": "connecting", "connect_tcp.complete": "connected", "start_tls.complete": "connected",
         "send_request_body.complete": "sent", "receive_response_headers.complete": "headers",
@@ -153,19 +137,16 @@ def _traced(client: Any, rid: str, marks: dict[str, float]) -> Iterator[None]:
         if request.headers.get("x-request-id") == rid:
             request.extensions["trace"] = trace
 
-    hooks = getattr(getattr(client, "_client", None), "event_hooks", {}).get("request")
-    if hooks is None:
-        yield
-        return
+    hooks = getattr(getattr(client, "_client", None), "event_hooks", {}).get("request", [])
     hooks.append(hook)
+    collected = gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
         hooks.remove(hook)
-
-
-def _is_chunk(event: Any) -> bool:
-    return hasattr(event, "choices") or getattr(event, "usage", None) is not None
+        if collected:
+            gc.enable()
 
 
 @dataclass
@@ -182,11 +163,9 @@ class _Arrival:
 def _assemble(events: list[tuple[float, Any]], tokenizer: Any, notes: list[str]) -> Dissection:
     arrivals: list[_Arrival] = []
     tail: list[Chunk] = []
-    usage, prompt_tokens, sources, so_far = None, None, set(), {}
     tools: dict[tuple[int, int], dict[str, str]] = {}
+    usage, prompt_tokens, sources, so_far = None, None, set(), Counter()
     for t, event in events:
-        if not _is_chunk(event):
-            continue
         choices, counts = event.choices or [], getattr(event, "usage", None)
         if counts is not None:
             prompt_tokens = counts.prompt_tokens if counts.prompt_tokens is not None else prompt_tokens
@@ -195,34 +174,29 @@ def _assemble(events: list[tuple[float, Any]], tokenizer: Any, notes: list[str])
             if not choices:
                 tail.append(Chunk(t, "usage", "", 0))
         for choice in choices:
-            parts = _parts(choice, tools)
-            tokens = None
+            i, tokens = choice.index or 0, None
             if counts is not None and len(choices) == 1 and counts.completion_tokens is not None:
-                tokens = counts.completion_tokens - so_far.get(choice.index or 0, 0)
-                so_far[choice.index or 0] = counts.completion_tokens
+                tokens, so_far[i] = counts.completion_tokens - so_far[i], counts.completion_tokens
                 sources.add("usage of every chunk")
-            elif (ids := _token_entries(choice)) is not None:
-                tokens = len(ids)
+            elif (entries := _token_entries(choice)) is not None:
+                tokens = len(entries)
                 sources.add("token entries of every chunk")
-            arrivals.append(_Arrival(t, choice.index or 0, parts, tokens, choice.finish_reason))
+            arrivals.append(_Arrival(t, i, _parts(choice, tools), tokens, choice.finish_reason))
     total = usage.get("completion_tokens") if usage else None
     counted_by = _count(arrivals, sources, total, tokenizer, notes)
     chunks = sorted([c for a in arrivals for c in _chunks(a)] + tail, key=lambda c: c.t)
-    many = [c for c in chunks if c.tokens > 1]
-    if many:
-        notes.append(f"{len(many)} of {sum(c.tokens > 0 for c in chunks)} chunks carried more than one token: their gap "
+    if many := sum(c.tokens > 1 for c in chunks):
+        notes.append(f"{many} of {sum(c.tokens > 0 for c in chunks)} chunks carried more than one token: their gap "
                      "is spread over them and marked.")  # fmt: skip
-    indices = sorted({a.choice for a in arrivals})
-    joined = {
-        (i, k): "".join(c.text for c in chunks if (c.choice, c.kind) == (i, k))
-        for i in indices
-        for k in ("content", "reasoning")
-    }
+    finish: dict[int, str | None] = {}
+    for a in arrivals:
+        finish[a.choice] = a.finish or finish.get(a.choice)
+    texts = {k: ["".join(c.text for c in chunks if (c.choice, c.kind) == (i, k)) for i in sorted(finish)]
+             for k in ("content", "reasoning")}  # fmt: skip
     return Dissection(
         model="", endpoint="", chunks=chunks, usage=usage, prompt_tokens=prompt_tokens, notes=notes, counted_by=counted_by,
-        texts=[joined[i, "content"] for i in indices], reasonings=[joined[i, "reasoning"] or None for i in indices],
-        tool_calls=[tools[key] for key in sorted(tools)],
-        finish_reasons=[next((a.finish for a in reversed(arrivals) if a.choice == i and a.finish), None) for i in indices],
+        texts=texts["content"], reasonings=[text or None for text in texts["reasoning"]],
+        tool_calls=[tools[key] for key in sorted(tools)], finish_reasons=[finish[i] for i in sorted(finish)],
         completion_tokens=total if total is not None else sum(c.tokens for c in chunks),
     )  # fmt: skip
 
@@ -253,14 +227,8 @@ def _parts(choice: Any, tools: dict) -> list[tuple[str, str]]:
 def _token_entries(choice: Any) -> list | None:
     """Token ids or log-probabilities that came with a chunk, if the request asked for them."""
     logprobs = getattr(choice, "logprobs", None)
-    for entries in (
-        getattr(choice, "token_ids", None),
-        getattr(logprobs, "content", None),
-        getattr(logprobs, "tokens", None),
-    ):
-        if entries is not None:
-            return entries
-    return None
+    found = [getattr(choice, "token_ids", None), *(getattr(logprobs, name, None) for name in ("content", "tokens"))]
+    return next((entries for entries in found if entries is not None), None)
 
 
 def _count(arrivals: list[_Arrival], sources: set[str], total: int | None, tokenizer: Any, notes: list[str]) -> str:
@@ -271,7 +239,7 @@ def _count(arrivals: list[_Arrival], sources: set[str], total: int | None, token
             a.tokens = max(0, a.tokens or 0)
         return max(sources)
     texts = ["".join(text for _, text in a.parts) for a in carrying]
-    counts, source = [1] * len(carrying), "usage, one token a chunk"
+    counts, source = [1] * len(texts), "usage, one token a chunk"
     if tokenizer is not None:
         counts, source = [max(1, len(tokenizer.encode(text, add_special_tokens=False))) for text in texts], "tokenizer"
         notes.append(
@@ -280,20 +248,19 @@ def _count(arrivals: list[_Arrival], sources: set[str], total: int | None, token
     elif total is None:
         source = "chunks"
         notes.append("No usage and no tokenizer: chunks are counted, and a chunk may hold several tokens.")
-    elif carrying and total - len(carrying) not in (0, 1):
+    elif texts and total - len(texts) not in (0, 1):
         counts, source = _shares(total, [len(text) for text in texts]), "usage, shared out by length"
-        notes.append(f"{total} tokens came in {len(carrying)} chunks: shared out by length of text.")
+        notes.append(f"{total} tokens came in {len(texts)} chunks: shared out by length of text.")
     for a in arrivals:
         a.tokens = 0
     for a, count in zip(carrying, counts, strict=True):
         a.tokens = count
-    short, last = (total or 0) - sum(counts), arrivals[-1] if arrivals else None
-    if short == 1 and last and last.finish and not last.parts:
-        last.tokens = 1  # the end-of-turn token: counted by the server, without text
-    elif total is not None and short:
-        notes.append(
-            f"The usage says {total} tokens, the chunks' text holds {total - short}: tokens without text (think tags, end)."
-        )
+    short = 0 if total is None else total - sum(counts)
+    if short == 1 and arrivals and arrivals[-1].finish and not arrivals[-1].parts:
+        arrivals[-1].tokens = 1  # the end-of-turn token: counted by the server, without text
+    elif short:
+        notes.append(f"The usage says {total} tokens, the chunks' text holds {total - short}: tokens without text "
+                     "(think tags, end).")  # fmt: skip
     return source
 
 

@@ -10,32 +10,31 @@ from typing import Any
 
 from .errors import BadInput, RequestFailed
 
-# name: (lowest, highest, lowest allowed itself, whole numbers only)
-_RANGES = {
-    "max_tokens": (1, math.inf, True, True), "max_completion_tokens": (1, math.inf, True, True),
-    "n": (1, math.inf, True, True), "temperature": (0, math.inf, True, False), "top_p": (0, 1, False, False),
-    "min_p": (0, 1, True, False), "top_k": (-1, math.inf, True, True), "presence_penalty": (-2, 2, True, False),
-    "frequency_penalty": (-2, 2, True, False), "repetition_penalty": (0, math.inf, False, False),
-    "timeout": (0, math.inf, False, False), "min_tokens": (0, math.inf, True, True),
-}  # fmt: skip
+# name: what it must be, and whether a value is that
+_CHECKS = {
+    name: (f"a{' whole' if whole else ''} number {said}", whole, test)
+    for names, said, whole, test in [
+        ("max_tokens max_completion_tokens n", "of at least 1", True, lambda v: v >= 1),
+        ("top_k", "of at least -1", True, lambda v: v >= -1),
+        ("min_tokens", "of at least 0", True, lambda v: v >= 0),
+        ("temperature", "of at least 0", False, lambda v: v >= 0),
+        ("repetition_penalty timeout", "above 0", False, lambda v: v > 0),
+        ("top_p", "above 0 and at most 1", False, lambda v: 0 < v <= 1),
+        ("min_p", "of at least 0 and at most 1", False, lambda v: 0 <= v <= 1),
+        ("presence_penalty frequency_penalty", "of at least -2 and at most 2", False, lambda v: -2 <= v <= 2),
+    ]
+    for name in names.split()
+}
 
 
 def check_number(name: str, value: Any) -> None:
     """Raise BadInput when a request parameter lies outside what any server takes."""
-    if name not in _RANGES or value is None or type(value).__name__ in ("Timeout", "NotGiven", "Omit"):
+    if name not in _CHECKS or value is None or type(value).__name__ in ("Timeout", "NotGiven", "Omit"):
         return
-    low, high, closed, whole = _RANGES[name]
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if (
-        is_number
-        and not (whole and value != int(value))
-        and (low <= value if closed else low < value)
-        and value <= high
-    ):
-        return
-    kind = "a whole number" if whole else "a number"
-    bound = f"{'of at least' if closed else 'above'} {low}" + (f" and at most {high}" if high < math.inf else "")
-    raise BadInput(f"{name} is {value!r}: it must be {kind} {bound}.")
+    expected, whole, test = _CHECKS[name]
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not (number and test(value) and not (whole and value != int(value))):
+        raise BadInput(f"{name} is {value!r}: it must be {expected}.")
 
 
 def check_request(client: Any, model: Any, messages: Any, prompt: Any, max_tokens: Any, temperature: Any,
@@ -47,11 +46,8 @@ def check_request(client: Any, model: Any, messages: Any, prompt: Any, max_token
         raise BadInput(f"model is {model!r}: give the name that /v1/models lists, for instance 'qwen3.5-4b'.")
     if (messages is None) == (prompt is None):
         raise BadInput("give either messages (chat) or prompt (completion), not both and not neither.")
-    roles = (
-        [m.get("role") if isinstance(m, dict) else getattr(m, "role", None) for m in messages]
-        if isinstance(messages, list)
-        else []
-    )
+    parts = messages if isinstance(messages, list) else []
+    roles = [m.get("role") if isinstance(m, dict) else getattr(m, "role", None) for m in parts]
     if messages is not None and not (roles and all(roles)):
         raise BadInput("messages must be a list of at least one {'role': ..., 'content': ...}.")
     if prompt is not None and (not isinstance(prompt, (str, list)) or not prompt):
@@ -61,11 +57,9 @@ def check_request(client: Any, model: Any, messages: Any, prompt: Any, max_token
     if "stream" in params or "stream_options" in params:
         raise BadInput("stream and stream_options are set here: a dissected request always streams and asks for usage.")
     create = client.chat.completions.create if prompt is None else client.completions.create
-    unknown = sorted(set(params) - set(inspect.signature(create).parameters))
-    if unknown:
-        raise BadInput(
-            f"{', '.join(unknown)}: no parameter of the openai client; what the server adds goes into extra_body."
-        )
+    if unknown := sorted(set(params) - set(inspect.signature(create).parameters)):
+        names = ", ".join(unknown)
+        raise BadInput(f"{names}: no parameter of the openai client; what the server adds goes into extra_body.")
     for name, value in {"max_tokens": max_tokens, "temperature": temperature, **params, **(extra_body or {})}.items():
         check_number(name, value)
 
@@ -86,8 +80,12 @@ def explain(error: Exception, client: Any, model: str) -> RequestFailed:
 def _sentence(error: Exception, client: Any, model: str) -> str:
     base, said, name = str(client.base_url).rstrip("/"), _said(error), type(error).__name__
     status = getattr(error, "status_code", None) or 0
+    v1 = "an OpenAI-compatible server"
     if status == 404:
-        return _not_found(said, base, client, model)
+        served = served_models(client)
+        if served and model not in served:
+            return f"the server at {base} has no model {model!r}: it serves {', '.join(map(repr, served))}."
+        return f"{base} has no such address (404: {said}): base_url of {v1} ends in /v1."
     if status in (401, 403):
         mend = "pass OpenAI(api_key=...) the key that the server was started with (`vllm serve ... --api-key KEY`)"
         return f"{base} refused the API key ({status}): {mend}."
@@ -106,9 +104,7 @@ def _sentence(error: Exception, client: Any, model: str) -> str:
             return f"nothing answers at {base} ({cause}): start the server (`qrecipe serve`), or mend base_url."
         return f"the connection to {base} broke ({cause}): the server was stopped or died; its log says which."
     if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)) or name == "APIResponseValidationError":
-        return (
-            f"{base} sent something that is not JSON: is it an OpenAI-compatible server, and does base_url end in /v1?"
-        )
+        return f"{base} sent something that is not JSON: is it {v1}, and does base_url end in /v1?"
     return f"{base} reported an error: {said}."
 
 
@@ -117,51 +113,31 @@ def _said(error: Exception) -> str:
     body = getattr(error, "body", None)
     body = body.get("error", body) if isinstance(body, dict) else body
     message = body.get("message") if isinstance(body, dict) else None
-    text = " ".join(str(message or getattr(error, "message", None) or error or type(error).__name__).split()).rstrip(
-        "."
-    )
+    text = str(message or getattr(error, "message", None) or error or type(error).__name__)
+    text = " ".join(text.split()).rstrip(".")
     return text if len(text) <= 300 else text[:297] + "..."
 
 
-def _not_found(said: str, base: str, client: Any, model: str) -> str:
-    served = served_models(client)
-    if served and model not in served:
-        return f"the server at {base} has no model {model!r}: it serves {', '.join(map(repr, served))}."
-    return f"{base} has no such address (404: {said}): base_url of an OpenAI-compatible server ends in /v1."
-
-
 def _bad_request(said: str, status: int) -> str:
+    """vLLM 0.27.0's own words for what does not fit, with both numbers and the mend; other words as they are."""
+    larger = "or serve with a larger --max-model-len."
     if found := re.search(r"maximum context length (?:is |\()(\d+)", said):
-        length = int(found[1])
-        if chars := re.search(r"(\d+) output tokens and your prompt contains (\d+) characters", said):
-            asked, held, unit = int(chars[1]), int(chars[2]), "characters, too many for any"
-        elif counts := re.search(r"(\d+) output tokens and your prompt contains (?:at least )?(\d+) input", said):
-            asked, held, unit = int(counts[1]), int(counts[2]), "tokens"
-        else:
-            counts = re.search(r"Input length \((\d+)\)|requested (\d+) tokens", said)
-            asked, held, unit = 0, int(next(filter(None, counts.groups()))) if counts else 0, "tokens"
-        room = length - held
-        if "at least" in said:  # it stopped counting at the limit
-            mend = "shorten the prompt, ask for less with max_tokens"
-        else:
-            mend = (
-                f"ask for at most {room} with max_tokens"
-                if unit == "tokens" and 0 < room < asked
-                else "shorten the prompt"
-            )
-        at_least = "at least " if "at least" in said else ""
-        return (
-            f"the prompt ({at_least}{held} {unit}) and max_tokens={asked} do not fit the context of {length} tokens: {mend}, "
-            "or serve with a larger --max-model-len."
-        )
+        counts = re.search(r"(?:(?:requested )?(\d+) output tokens and your prompt contains|Input length \(|requested) ?"
+                           r"(at least )?(\d+) ?(characters)?", said)  # fmt: skip
+        asked, least, held, letters = counts.groups() if counts else (None,) * 4
+        room = int(found[1]) - int(held or 0)
+        unit = "characters, too many for any" if letters else "tokens"
+        mend = "shorten the prompt"
+        if least:  # it stopped counting at the limit
+            mend += ", ask for less with max_tokens"
+        elif not letters and 0 < room < int(asked or 0):
+            mend = f"ask for at most {room} with max_tokens"
+        return (f"the prompt ({least or ''}{held or 0} {unit}) and max_tokens={asked or 0} do not fit the context of "
+                f"{found[1]} tokens: {mend}, {larger}")  # fmt: skip
     if found := re.search(r"max_tokens=(\d+) cannot be greater than max_model_len=\D*(\d+)", said):
-        return (
-            f"max_tokens={found[1]} is more than the whole context of {found[2]} tokens, and the prompt must fit in as well: ask for less, "
-            "or serve with a larger --max-model-len."
-        )
+        return (f"max_tokens={found[1]} is more than the whole context of {found[2]} tokens, and the prompt must fit in "
+                f"as well: ask for less, {larger}")  # fmt: skip
     if found := re.search(r"At most (\d+) (\w+)\(s\) may be provided", said):
-        return (
-            f"the server takes at most {found[1]} {found[2]}(s) in one prompt: send fewer, or serve with "
-            f"--limit-mm-per-prompt '{{\"{found[2]}\": N}}'."
-        )
+        return (f"the server takes at most {found[1]} {found[2]}(s) in one prompt: send fewer, or serve with "
+                f"--limit-mm-per-prompt '{{\"{found[2]}\": N}}'.")  # fmt: skip
     return f"the server refused the request ({status}): {said}."
