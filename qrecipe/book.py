@@ -18,7 +18,7 @@ import nbformat
 import yaml
 
 from . import serving
-from .chapter import Chapter, check_values, device_name, versions
+from .chapter import Chapter, check_values, place, versions
 from .errors import BadInput, RecipeError
 from .judge import Verdict, judge, read_record
 from .paths import ROOM, homeless, project_root, runs_dir, writable, write_whole
@@ -103,24 +103,21 @@ def run_book(
     A failing chapter does not hide the others. Whatever ends this, the server is stopped and the report is written;
     with `publish_in` also a copy there that names no machine. `note` is kept in run.json: what its facts do not tell.
     """
-    from .layers import choose_engine, gather
-
     notebooks = find_notebooks(list(names))
     given = {"engine": engine, "weights": weights} | (parameters or {})
     shares = sort_parameters(notebooks, given)
-    attached = given.get("base_url")
-    engine, reason = ("attached", f"base_url {attached}") if attached else choose_engine(gather(), given["engine"])
+    engine, reason, device = place(given)
     alone = [p for p in notebooks if engine == "gpu" and needs_whole_gpu(p)]
     notebooks = [p for p in notebooks if p not in alone] + alone
     published = new_run_folder(publish_in) if publish_in else None
     folder = new_run_folder(out)
-    stage = Chapter("run", engine, reason, given, device_name(), versions())
+    stage = Chapter("run", engine, reason, given, device, versions())
     say(f"engine {engine}: {reason}\nrun folder {folder}")
     began, clock, verdicts, held, env = time.time(), time.monotonic(), [], None, {}
     with _terminable():
         try:
-            if attached:
-                serving.Server.attach(attached)
+            if engine == "attached":
+                serving.Server.attach(given["base_url"])
             elif any(".server(" in p.read_text() for p in notebooks if p not in alone):
                 say("looking for model and server, building what is not there")
                 held = serving.launch(stage.recipe(), log_dir=folder)
@@ -136,7 +133,7 @@ def run_book(
                     say(f"{notebook.stem} needs the GPU for itself: leaving the server")
                     serving.leave(held, wait=60)
                 left = run_limit - (time.monotonic() - clock)
-                given = shares[notebook] | ({} if attached else {"engine": engine})
+                given = shares[notebook] | ({} if engine == "attached" else {"engine": engine})
                 v = run_chapter(notebook, given, folder, cell_limit, left, env)
                 if v.status == "failed":
                     explain(v, serving.read_state(held) if held else {})

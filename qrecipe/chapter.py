@@ -124,8 +124,8 @@ def begin(name: str, **parameters) -> Chapter:
         _current._server.leave()
     check_names(set(parameters))
     check_values(parameters)
-    engine, reason = _choose_engine(parameters)
-    _current = Chapter(name, engine, reason, parameters, device_name(), versions())
+    engine, reason, device = place(parameters)
+    _current = Chapter(name, engine, reason, parameters, device, versions())
     if parameters.get("base_url"):
         _current.server()
     from .show import table
@@ -308,22 +308,16 @@ def versions() -> dict[str, str]:
     return found
 
 
-def device_name() -> str:
-    """The GPU's name and memory, else the processor's name and the cores that may be used."""
-    from .layers import gather
-
-    facts = gather()
-    if facts.gpus:
-        return ", ".join(f"{g.name}, {g.memory_gib:.1f} GiB" for g in facts.gpus)
-    return f"{facts.cpu_name or 'CPU'}, {len(os.sched_getaffinity(0))} cores"
-
-
-def _choose_engine(parameters: dict) -> tuple[str, str]:
-    if base_url := parameters.get("base_url"):
-        return "attached", f"base_url names the server at {base_url}"
+def place(parameters: dict) -> tuple[str, str, str]:
+    """(engine, why it was chosen, device): the GPU's name and memory, else the processor's name and the cores that may be used."""
     from .layers import choose_engine, gather
 
-    return choose_engine(gather(), parameters.get("engine", "auto"))
+    facts, base_url = gather(), parameters.get("base_url")
+    device = ", ".join(f"{g.name}, {g.memory_gib:.1f} GiB" for g in facts.gpus)
+    device = device or f"{facts.cpu_name or 'CPU'}, {len(os.sched_getaffinity(0))} cores"
+    if base_url:
+        return "attached", f"base_url names the server at {base_url}", device
+    return *choose_engine(facts, parameters.get("engine", "auto")), device
 
 
 def _near(path: Path) -> str:

