@@ -1,17 +1,46 @@
 """Plans over several cards: what they promise is what the memory model says, and their commands are vLLM's."""
 
 import importlib.util
+import json
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
 
-from qrecipe.errors import BadInput
+from qrecipe.errors import BadInput, NotCovered
 from qrecipe.memory import budget
 from qrecipe.scale_out import plans
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+from prediction import compare  # noqa: E402
+
+# Facts of public logs on several cards; each line names its source, and what of it the source does not say.
+LOGS = [json.loads(x) for x in (Path(__file__).parent / "data/multi-card.jsonl").read_text().splitlines()]
 NEED = {"requests": 16, "max_model_len": 32768}
+
+
+@pytest.mark.parametrize("log", LOGS, ids=lambda log: log["case"])
+def test_ranks_of_public_logs(log):
+    """vLLM 0.8.5 to 0.27.0: weights of a rank within 0.5 %; tokens, concurrency and block exact from the logged pool."""
+    rows = compare(log["model"], log["logged"], gpu_memory_gib=None, vllm_version=log["vllm_version"], **log["flags"])
+    assert all(row.exact is not False for row in rows), rows
+    assert any(row.exact or row.figure == "weights" for row in rows)
+    assert all(abs(row.error_percent) < 0.5 for row in rows if row.figure == "weights")
+
+
+def test_the_public_logs_are_of_several_kinds():
+    sizes = {
+        (log["flags"].get("tensor_parallel_size", 1), log["flags"].get("pipeline_parallel_size", 1)) for log in LOGS
+    }
+    assert sizes == {(2, 1), (4, 1), (8, 1), (1, 2)}
+    assert len(LOGS) >= 10 and len({str(log["model"]) for log in LOGS}) >= 6
+
+
+def test_what_one_head_for_all_ranks_needs_is_refused_by_name():
+    with pytest.raises(NotCovered, match="MLA"):
+        budget("DeepSeek-V3", tensor_parallel_size=8, available_kv_gib=46.8)
 
 
 def test_every_plan_holds_the_need_and_the_fewest_cards_come_first():
