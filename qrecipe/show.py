@@ -1,12 +1,18 @@
 """One house style for what a chapter shows: tables and figures that read in light and dark, in colour and in grey.
 
-Every figure is a `Picture`: a matplotlib Figure on an opaque light card, shown once as the value of its cell, with its
-message as title and the same in words as alternative text. pandas is not needed; matplotlib loads on the first figure.
+Every figure is a matplotlib Figure on an opaque light card, shown once as the value of its cell, with its message as title
+and the same in words as alternative text. matplotlib loads on the first figure.
 """
 
 import html
 import math
-from collections.abc import Mapping, Sequence
+from base64 import b64encode
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from io import BytesIO
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from .show_table import Table, number, table  # noqa: F401 - shown as qrecipe.show.table
@@ -20,66 +26,45 @@ COLORS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0
 HATCHES = ["", "///", "...", "xxx", "\\\\\\", "++", "oo", "--"]
 DASHES = ["-", "--", "-.", ":"]
 MARKERS = ["o", "s", "^", "D", "v", "P"]
+LIMIT = {"color": "#6b675c", "linewidth": 1.3, "linestyle": (0, (4, 2))}
 PARTS = {  # the same part has the same look in every chapter
     "weights": 0, "non-torch": 4, "activation": 1, "CUDA graphs": 3, "KV": 2, "left free": None,
 }  # fmt: skip
 
 
-def _bundle(png: bytes, alt: str, width: int) -> tuple[dict, dict]:
-    """A picture for a notebook. JupyterLab drops the alternative text of a PNG, so it gets HTML; executed copies keep the PNG."""
-    from base64 import b64encode
-
+def _bundle(save: Callable[[BytesIO], Any], alt: str, width: int) -> tuple[dict, dict]:
+    """The PNG that `save` writes, for a notebook. JupyterLab drops its alternative text, so it gets HTML; executed copies keep the PNG."""
     from .show_live import is_live
 
-    data, text = b64encode(png).decode(), {"text/plain": f"Figure: {alt}"}
-    if is_live():
-        page = (
-            f'<img src="data:image/png;base64,{data}" alt="{html.escape(alt)}" width="{width}" style="max-width:100%">'
-        )
-        return {"text/html": page} | text, {}
-    return {"image/png": data} | text, {"image/png": {"width": width, "alt": alt}}
+    out = BytesIO()
+    save(out)
+    data, text = b64encode(out.getvalue()).decode(), {"text/plain": f"Figure: {alt}"}
+    if not is_live():
+        return {"image/png": data} | text, {"image/png": {"width": width, "alt": alt}}
+    look = f'alt="{html.escape(alt)}" width="{width}" style="max-width:100%"'
+    return {"text/html": f'<img src="data:image/png;base64,{data}" {look}>'} | text, {}
 
 
+@dataclass(frozen=True)
 class Photo:
     """A Pillow picture as the value of a cell, with its alternative text."""
 
-    def __init__(self, image: Any, alt: str):
-        self.image, self.alt = image, alt
+    image: Any
+    alt: str
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict, dict]:
-        from io import BytesIO
-
-        out = BytesIO()
-        self.image.save(out, format="PNG")
-        return _bundle(out.getvalue(), self.alt, self.image.width)
-
-
-_PICTURE: type | None = None
+    def _repr_mimebundle_(self, **_: Any) -> tuple[dict, dict]:
+        return _bundle(partial(self.image.save, format="PNG"), self.alt, self.image.width)
 
 
 def _figure(height: float, alt: str, width: float = 8.2) -> "Figure":
-    """An empty Picture of this size in inches."""
-    global _PICTURE
+    """An empty figure of this size in inches; `alt`, which may still be changed, says in words what it shows."""
     from matplotlib.figure import Figure
 
-    if _PICTURE is None:
-
-        class Picture(Figure):
-            """A matplotlib Figure that shows itself; `alt` says in words what it shows."""
-
-            alt = ""
-
-            def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict, dict]:
-                from io import BytesIO
-
-                out = BytesIO()
-                self.savefig(out, format="png", dpi=144, facecolor=CARD, metadata={"Software": None})
-                return _bundle(out.getvalue(), self.alt, int(self.get_figwidth() * 96))
-
-        _PICTURE = Picture
-    figure = _PICTURE(figsize=(width, height), facecolor=CARD, layout="constrained")
+    figure = Figure(figsize=(width, height), facecolor=CARD, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.08)
     figure.alt = alt
+    save = partial(figure.savefig, format="png", dpi=144, facecolor=CARD, metadata={"Software": None})
+    figure._repr_mimebundle_ = lambda **_: _bundle(save, figure.alt, int(width * 96))
     return figure
 
 
@@ -138,10 +123,7 @@ def _fill(index: int | None) -> dict[str, Any]:
 
 
 def _look_of(label: str, position: int) -> int | None:
-    for word, index in PARTS.items():
-        if word.lower() in label.lower():
-            return index
-    return position
+    return next((index for word, index in PARTS.items() if word.lower() in label.lower()), position)
 
 
 def part_name(label: str, gib: float | None) -> str:
@@ -149,6 +131,27 @@ def part_name(label: str, gib: float | None) -> str:
     if gib is None:
         return label
     return f"{label}  {gib:.2f} GiB" if gib >= 0 else f"missing  {-gib:.2f} GiB"
+
+
+def _rows(ax: Any, names: Sequence[str]) -> None:
+    """The axes as named rows from the top, with room for a line of words over each."""
+    ax.set_ylim(len(names) - 0.5, -0.75)
+    ax.set_yticks(range(len(names)), names, color=INK)
+    ax.spines["left"].set_visible(False)
+    ax.tick_params(axis="y", length=0)
+
+
+def _bars(
+    title: str, xlabel: str, bars: Mapping[str, Sequence[tuple[str, float, float]]], looks: Mapping[str, int | None]
+) -> tuple:
+    """(figure, axes) of one bar a row, made of spans (label, begin, length), each label with its look."""
+    figure = _figure(1.75 + 0.62 * len(bars), title)
+    ax = _axes(figure, title, xlabel)
+    for row, spans in enumerate(bars.values()):
+        for label, begin, length in spans:
+            ax.barh(row, length, left=begin, height=0.64, **_fill(looks[label]))
+    _rows(ax, list(bars))
+    return figure, ax
 
 
 def memory_bar(
@@ -163,38 +166,34 @@ def memory_bar(
 
     `total_gib` ends the card, `limit_gib` marks the share that vLLM may use. Parts below zero are left out.
     """
-    bars = dict(parts) if isinstance(parts, Mapping) else {"": parts}
-    end = max([total_gib or 0, *(sum(max(0, p[1] or 0) for p in b) for b in bars.values())]) or 1.0
-    labels = list(dict.fromkeys(p[0] for bar in bars.values() for p in bar))
-    look = {label: _look_of(label, i) for i, label in enumerate(labels)}
-    said = "; ".join(", ".join(f"{p[0]} {p[1]:.2f} GiB" for p in bar if p[1] is not None) for bar in bars.values())
-    figure = _figure(1.75 + 0.62 * len(bars), f"{title}. {said}")
-    ax = _axes(figure, title, "GiB")
-    for row, bar in enumerate(bars.values()):
+    bars = parts if isinstance(parts, Mapping) else {"": parts}
+    sizes = {label: gib for bar in bars.values() for label, gib, *_ in bar}
+    looks = {label: _look_of(label, i) for i, label in enumerate(sizes)}
+    spans: dict[str, list] = {name: [] for name in bars}
+    for name, bar in bars.items():
         left = 0.0
         for label, gib, *_ in bar:
-            size = max(0.0, gib or 0.0)
-            if size:
-                ax.barh(row, size, left=left, height=0.66, **_fill(look[label]))
+            spans[name].append((label, left, max(0.0, gib or 0.0)))
+            left += spans[name][-1][2]
+    end = max([total_gib or 0, *(begin + size for bar in spans.values() for _, begin, size in bar)]) or 1.0
+    figure, ax = _bars(title, "GiB", spans, looks)
+    for row, bar in enumerate(spans.values()):
+        for _, begin, size in bar:
             if size > 0.085 * end:
                 box = {"boxstyle": "round,pad=0.22", "facecolor": CARD, "edgecolor": "none"}
-                ax.text(left + size / 2, row, f"{size:.2f}", ha="center", va="center", fontsize=9, color=INK, bbox=box)
-            left += size
+                look = {"ha": "center", "va": "center", "fontsize": 9, "color": INK, "bbox": box}
+                ax.text(begin + size / 2, row, f"{size:.2f}", **look)
     if total_gib:
         ax.axvline(total_gib, color=INK, linewidth=1.6)
     if limit_gib:
-        ax.axvline(limit_gib, color=INK, linewidth=1.2, linestyle=(0, (4, 2)))
+        ax.axvline(limit_gib, **LIMIT)
         share = f" {limit_gib / total_gib:.2f}" if total_gib else ""
         ax.text(limit_gib, -0.46, f"{limit_label}{share} ", ha="right", va="bottom", fontsize=8.5, color=INK)
     ax.set_xlim(0, end * 1.015)
-    ax.set_ylim(len(bars) - 0.55, -0.75)
-    ax.set_yticks(range(len(bars)), list(bars) if any(bars) else [""], color=INK)
-    ax.spines["left"].set_visible(False)
-    ax.tick_params(axis="y", length=0)
-    one = len(bars) == 1
-    sizes = {p[0]: p[1] for bar in bars.values() for p in bar}
-    named = [part_name(x, sizes[x] if one else None) for x in labels]
-    _legend(figure, [_patch(look[x], n) for x, n in zip(labels, named, strict=True)], 3)
+    names = [part_name(label, gib if len(bars) == 1 else None) for label, gib in sizes.items()]
+    _legend(figure, [_patch(looks[label], name) for label, name in zip(sizes, names, strict=True)], 3)
+    said = [", ".join(f"{p[0]} {p[1]:.2f} GiB" for p in bar if p[1] is not None) for bar in bars.values()]
+    figure.alt = f"{title}. {'; '.join(said)}"
     return figure
 
 
@@ -205,30 +204,25 @@ def stages_bar(
 
     `measured`: on this device, which is then named.
     """
-    starts = dict(stages) if isinstance(stages, Mapping) else {"": stages}
-    names = list(dict.fromkeys(name for start in starts.values() for name, _ in start if name != "ready"))
-    figure = _figure(1.7 + 0.6 * len(starts), title)
-    ax = _axes(figure, title, "seconds since the first line")
-    spent: dict[str, list[str]] = {n: [] for n in names}
-    said = []
-    for row, start in enumerate(starts.values()):
-        timed = [(n, t) for n, t in start if t is not None]
-        for (name, begin), (_, end) in zip(timed, timed[1:], strict=False):
-            ax.barh(row, end - begin, left=begin, height=0.62, **_fill(names.index(name)))
-            spent[name].append(f"{end - begin:.0f}")
-            said.append(f"{name} {end - begin:.0f} s")
-        if timed:
-            ax.text(timed[-1][1], row, f" {timed[-1][0]} {timed[-1][1]:.0f} s", va="center", fontsize=9, color=INK)
-        else:
-            ax.text(0, row, "this log carries no times: " + ", ".join(n for n, _ in start), va="center", fontsize=9)
-    figure.alt = f"{title}: {', '.join(said)}"
-    ax.set_ylim(len(starts) - 0.5, -0.5)
+    starts = stages if isinstance(stages, Mapping) else {"": stages}
+    timed = {name: [stage for stage in start if stage[1] is not None] for name, start in starts.items()}
+    spans = {
+        name: [(stage, begin, end - begin) for (stage, begin), (_, end) in pairwise(start)]
+        for name, start in timed.items()
+    }
+    names = list(dict.fromkeys(stage for start in starts.values() for stage, _ in start if stage != "ready"))
+    figure, ax = _bars(title, "seconds since the first line", spans, {name: i for i, name in enumerate(names)})
+    for row, (name, start) in enumerate(timed.items()):
+        at, words = (
+            (start[-1][1], f" {start[-1][0]} {start[-1][1]:.0f} s") if start else (0, "this log carries no times: ")
+        )
+        words += "" if start else ", ".join(stage for stage, _ in starts[name])
+        ax.text(at, row, words, va="center", fontsize=9, color=INK)
     ax.set_xlim(0, ax.get_xlim()[1] * 1.12)
-    ax.set_yticks(range(len(starts)), list(starts) if any(starts) else [""], color=INK)
-    ax.spines["left"].set_visible(False)
-    ax.tick_params(axis="y", length=0)
-    labels = [f"{n}  {' / '.join(spent[n])} s" if spent[n] else n for n in names]
-    _legend(figure, [_patch(i, x) for i, x in enumerate(labels)], 4)
+    lengths = {n: [f"{s:.0f}" for bar in spans.values() for stage, _, s in bar if stage == n] for n in names}
+    labels = [f"{n}  {' / '.join(times)} s" if times else n for n, times in lengths.items()]
+    _legend(figure, [_patch(i, label) for i, label in enumerate(labels)], 4)
+    figure.alt = f"{title}: {', '.join(f'{stage} {s:.0f} s' for bar in spans.values() for stage, _, s in bar)}"
     return _measured(figure) if measured else figure
 
 
@@ -263,45 +257,30 @@ def line_plot(
                 if name == "y":
                     axis.set_minor_formatter(FuncFormatter(lambda v, _: ""))
     for i, (name, values) in enumerate(lines.items()):
-        limit = "limit" in name.lower()
         clean = [math.nan if v is None else float(v) for v in values]
-        ax.plot(
-            x, clean, label=name, color="#6b675c" if limit else COLORS[i % len(COLORS)], linewidth=1.3 if limit else 2,
-            linestyle=(0, (4, 2)) if limit else DASHES[i % 4], marker=MARKERS[i % 6] if markers and not limit else None,
-            markersize=5,
-        )  # fmt: skip
+        look = {
+            "color": COLORS[i % 8],
+            "linestyle": DASHES[i % 4],
+            "linewidth": 2,
+            "marker": MARKERS[i % 6] if markers else None,
+        }
+        ax.plot(x, clean, label=name, **(LIMIT if "limit" in name.lower() else look | {"markersize": 5}))
     for name, y in (limits or {}).items():
-        ax.axhline(y, color="#6b675c", linewidth=1.2, linestyle=(0, (4, 2)))
-        ax.annotate(
-            name,
-            (0, y),
-            xycoords=("axes fraction", "data"),
-            xytext=(4, 3),
-            textcoords="offset points",
-            fontsize=8.5,
-            color=INK,
-        )
+        ax.axhline(y, **LIMIT)
+        at = {"xycoords": ("axes fraction", "data"), "xytext": (4, 3), "textcoords": "offset points"}
+        ax.annotate(name, (0, y), fontsize=8.5, color=INK, **at)
     if log in (False, "x"):
+        whole = all(v is None or float(v).is_integer() for values in lines.values() for v in values)
+        ax.yaxis.get_major_locator().set_params(integer=whole)
         ax.set_ylim(bottom=min(0, ax.get_ylim()[0]) if min(ax.dataLim.y0, 0) < 0 else 0)
     if len(lines) > 1:
         _legend(figure, ax.get_legend_handles_labels()[0], 3)
     return _measured(figure) if measured else figure
 
 
-_ELSEWHERE = {
-    "timeline": "show_request",
-    "patch_grid": "show_request",
-    "one_line": "show_request",
-    "memory_svg": "show_live",
-    "dashboard": "show_live",
-    "distributions": "show_batch",
-    "sweep": "show_batch",
-}
-
-
 def __getattr__(name: str) -> Any:
-    if name in _ELSEWHERE:
-        from importlib import import_module
-
-        return getattr(import_module(f"qrecipe.{_ELSEWHERE[name]}"), name)
+    """The figures of other modules, which take the house style from here."""
+    for module in ("show_request", "show_live", "show_batch"):
+        if hasattr(found := import_module(f"qrecipe.{module}"), name):
+            return getattr(found, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

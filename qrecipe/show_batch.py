@@ -48,16 +48,14 @@ def distributions(
 
 def _target(ax: Any, value: float) -> None:
     """A line across the axes, or a word at their top where it lies far above the curves and would flatten them."""
-    above = value > 1.5 * ax.get_ylim()[1]
-    if not above:
-        ax.axhline(value, color=COLORS[5], linewidth=1.2, linestyle=":")
-        ax.set_ylim(0, max(ax.get_ylim()[1], 1.08 * value))
-    said = f"target {value:g}" + (" lies above" if above else "")
-    look = {"fontsize": 8.5, "color": INK, "in_layout": False}
-    if above:
-        ax.text(0.02, 0.97, said, transform=ax.transAxes, ha="left", va="top", **look)
-    else:
-        ax.text(1, value, said, transform=ax.get_yaxis_transform(), ha="right", va="bottom", **look)
+    top, look = ax.get_ylim()[1], {"fontsize": 8.5, "color": INK, "in_layout": False}
+    if value > 1.5 * top:
+        ax.set_ylim(0, 1.12 * top)  # room for the word
+        ax.text(0.02, 0.99, f"target {value:g} lies above", transform=ax.transAxes, ha="left", va="top", **look)
+        return
+    ax.axhline(value, color=COLORS[5], linewidth=1.2, linestyle=":")
+    ax.set_ylim(0, max(top, 1.08 * value))
+    ax.text(1, value, f"target {value:g}", transform=ax.get_yaxis_transform(), ha="right", va="bottom", **look)
 
 
 def sweep(
