@@ -100,7 +100,7 @@ def serve(
     changes |= {"data_parallel_size": data_parallel_size}
     recipe = Chapter("serve", chosen, reason, parameters, "", {}).recipe(
         max_model_len=max_model_len, gpu_memory_utilization=gpu_memory_utilization, extra=tuple(extra or []), host=host,
-        trust_remote_code=trust_remote_code, **{k: v for k, v in changes.items() if v},
+        trust_remote_code=trust_remote_code, **{k: v for k, v in changes.items() if v is not None},
     )  # fmt: skip
     if nodes > 1:
         if recipe.ranks % nodes or recipe.ranks // nodes % (recipe.tensor_parallel_size or 1):
