@@ -133,25 +133,18 @@ def part_name(label: str, gib: float | None) -> str:
     return f"{label}  {gib:.2f} GiB" if gib >= 0 else f"missing  {-gib:.2f} GiB"
 
 
-def _rows(ax: Any, names: Sequence[str]) -> None:
+def _rows(ax: Any, names: Sequence[str]) -> Any:
     """The axes as named rows from the top, with room for a line of words over each."""
     ax.set_ylim(len(names) - 0.5, -0.75)
     ax.set_yticks(range(len(names)), names, color=INK)
     ax.spines["left"].set_visible(False)
     ax.tick_params(axis="y", length=0)
+    return ax
 
 
-def _bars(
-    title: str, xlabel: str, bars: Mapping[str, Sequence[tuple[str, float, float]]], looks: Mapping[str, int | None]
-) -> tuple:
-    """(figure, axes) of one bar a row, made of spans (label, begin, length), each label with its look."""
-    figure = _figure(1.75 + 0.62 * len(bars), title)
-    ax = _axes(figure, title, xlabel)
-    for row, spans in enumerate(bars.values()):
-        for label, begin, length in spans:
-            ax.barh(row, length, left=begin, height=0.64, **_fill(looks[label]))
-    _rows(ax, list(bars))
-    return figure, ax
+def _spans(ax: Any, label: str, begins: Sequence[float], lengths: Sequence[float], look: int | None) -> Any:
+    """One part of every row's bar, drawn from `begins` over `lengths`."""
+    return ax.barh(range(len(begins)), lengths, left=begins, height=0.64, label=label, **_fill(look))
 
 
 def memory_bar(
@@ -166,23 +159,25 @@ def memory_bar(
 
     `total_gib` ends the card, `limit_gib` marks the share that vLLM may use. Parts below zero are left out.
     """
-    bars = parts if isinstance(parts, Mapping) else {"": parts}
-    sizes = {label: gib for bar in bars.values() for label, gib, *_ in bar}
-    looks = {label: _look_of(label, i) for i, label in enumerate(sizes)}
-    spans: dict[str, list] = {name: [] for name in bars}
-    for name, bar in bars.items():
-        left = 0.0
-        for label, gib, *_ in bar:
-            spans[name].append((label, left, max(0.0, gib or 0.0)))
-            left += spans[name][-1][2]
-    end = max([total_gib or 0, *(begin + size for bar in spans.values() for _, begin, size in bar)]) or 1.0
-    figure, ax = _bars(title, "GiB", spans, looks)
-    for row, bar in enumerate(spans.values()):
-        for _, begin, size in bar:
-            if size > 0.085 * end:
-                box = {"boxstyle": "round,pad=0.22", "facecolor": CARD, "edgecolor": "none"}
-                look = {"ha": "center", "va": "center", "fontsize": 9, "color": INK, "bbox": box}
-                ax.text(begin + size / 2, row, f"{size:.2f}", **look)
+    bars = {
+        name: {p[0]: p[1] for p in bar} for name, bar in (parts if isinstance(parts, Mapping) else {"": parts}).items()
+    }
+    labels = list(dict.fromkeys(label for bar in bars.values() for label in bar))
+    end = max([total_gib or 0, *(sum(max(0, gib or 0) for gib in bar.values()) for bar in bars.values())]) or 1.0
+    said = [
+        ", ".join(f"{label} {gib:.2f} GiB" for label, gib in bar.items() if gib is not None) for bar in bars.values()
+    ]
+    figure = _figure(1.75 + 0.62 * len(bars), f"{title}. {'; '.join(said)}")
+    ax = _rows(_axes(figure, title, "GiB"), list(bars))
+    left = [0.0] * len(bars)
+    box = {"boxstyle": "round,pad=0.22", "facecolor": CARD, "edgecolor": "none"}
+    for i, label in enumerate(labels):
+        sizes = [max(0.0, bar.get(label) or 0.0) for bar in bars.values()]
+        name = part_name(label, bars[""][label] if "" in bars else None)
+        drawn = _spans(ax, name, left, sizes, _look_of(label, i))
+        texts = [f"{size:.2f}" if size > 0.085 * end else "" for size in sizes]
+        ax.bar_label(drawn, texts, label_type="center", fontsize=9, color=INK, bbox=box)
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
     if total_gib:
         ax.axvline(total_gib, color=INK, linewidth=1.6)
     if limit_gib:
@@ -190,10 +185,7 @@ def memory_bar(
         share = f" {limit_gib / total_gib:.2f}" if total_gib else ""
         ax.text(limit_gib, -0.46, f"{limit_label}{share} ", ha="right", va="bottom", fontsize=8.5, color=INK)
     ax.set_xlim(0, end * 1.015)
-    names = [part_name(label, gib if len(bars) == 1 else None) for label, gib in sizes.items()]
-    _legend(figure, [_patch(looks[label], name) for label, name in zip(sizes, names, strict=True)], 3)
-    said = [", ".join(f"{p[0]} {p[1]:.2f} GiB" for p in bar if p[1] is not None) for bar in bars.values()]
-    figure.alt = f"{title}. {'; '.join(said)}"
+    _legend(figure, ax.get_legend_handles_labels()[0], 3)
     return figure
 
 
@@ -205,24 +197,22 @@ def stages_bar(
     `measured`: on this device, which is then named.
     """
     starts = stages if isinstance(stages, Mapping) else {"": stages}
-    timed = {name: [stage for stage in start if stage[1] is not None] for name, start in starts.items()}
-    spans = {
-        name: [(stage, begin, end - begin) for (stage, begin), (_, end) in pairwise(start)]
-        for name, start in timed.items()
-    }
-    names = list(dict.fromkeys(stage for start in starts.values() for stage, _ in start if stage != "ready"))
-    figure, ax = _bars(title, "seconds since the first line", spans, {name: i for i, name in enumerate(names)})
-    for row, (name, start) in enumerate(timed.items()):
-        at, words = (
-            (start[-1][1], f" {start[-1][0]} {start[-1][1]:.0f} s") if start else (0, "this log carries no times: ")
-        )
-        words += "" if start else ", ".join(stage for stage, _ in starts[name])
-        ax.text(at, row, words, va="center", fontsize=9, color=INK)
+    figure = _figure(1.75 + 0.62 * len(starts), title)
+    ax = _rows(_axes(figure, title, "seconds since the first line"), list(starts))
+    spans: list[dict] = []  # of each row: stage -> (begin, length)
+    for row, start in enumerate(starts.values()):
+        timed = [(name, t) for name, t in start if t is not None]
+        spans.append({name: (begin, end - begin) for (name, begin), (_, end) in pairwise(timed)})
+        name, at = timed[-1] if timed else ("", 0)
+        words = f"{name} {at:.0f} s" if timed else f"this log carries no times: {', '.join(n for n, _ in start)}"
+        ax.text(at, row, f" {words}", va="center", fontsize=9, color=INK)
+    for i, name in enumerate(dict.fromkeys(n for start in starts.values() for n, _ in start if n != "ready")):
+        begins, lengths = zip(*(row.get(name, (0, 0)) for row in spans), strict=True)
+        told = " / ".join(f"{row[name][1]:.0f}" for row in spans if name in row)
+        _spans(ax, f"{name}  {told} s" if told else name, begins, lengths, i)
     ax.set_xlim(0, ax.get_xlim()[1] * 1.12)
-    lengths = {n: [f"{s:.0f}" for bar in spans.values() for stage, _, s in bar if stage == n] for n in names}
-    labels = [f"{n}  {' / '.join(times)} s" if times else n for n, times in lengths.items()]
-    _legend(figure, [_patch(i, label) for i, label in enumerate(labels)], 4)
-    figure.alt = f"{title}: {', '.join(f'{stage} {s:.0f} s' for bar in spans.values() for stage, _, s in bar)}"
+    _legend(figure, ax.get_legend_handles_labels()[0], 4)
+    figure.alt = f"{title}: {', '.join(f'{name} {s:.0f} s' for row in spans for name, (_, s) in row.items())}"
     return _measured(figure) if measured else figure
 
 

@@ -3,82 +3,58 @@
 import html
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, is_dataclass
 from typing import Any
+
+LOOK = {  # of a column's cells
+    "left": "text-align:left;max-width:48em;white-space:pre-wrap",
+    "right": "text-align:right;font-variant-numeric:tabular-nums",
+}
 
 
 class Table:
-    """Rows with column names; HTML in a notebook, aligned text elsewhere. Everything is escaped."""
+    """Rows (tuples, named tuples or dicts, or a mapping's names and values) with column names. Everything is escaped."""
 
     def __init__(self, rows: Sequence[Any] | Mapping, columns: Sequence[str] | None = None, caption: str | None = None):
-        self.rows, self.columns = _cells(rows, columns)
-        self.caption = caption
-
-    def __len__(self) -> int:
-        return len(self.rows)
+        rows = list(rows.items() if isinstance(rows, Mapping) else rows)
+        first = rows[0] if rows else ()
+        if isinstance(first, Mapping):
+            columns = columns or list(dict.fromkeys(name for row in rows for name in row))
+            rows = [[row.get(name) for name in columns] for row in rows]
+        self.rows, self.caption = [list(row) for row in rows], caption
+        self.columns = [str(name) for name in columns or getattr(first, "_fields", [""] * len(first))]
+        self.sides = ["right" if _numbers(column) else "left" for column in zip(*self.rows, strict=True)]
 
     def _repr_html_(self) -> str:
         if not self.rows:
-            return f"<p><em>{_escape(self.caption or 'nothing to show')}</em></p>"
-        head = "".join(f'<th style="text-align:{self._side(i)}">{_escape(c)}</th>' for i, c in enumerate(self.columns))
-        body = "".join(
-            "<tr>"
-            + "".join(f'<td style="{self._look(i)}">{_escape(number(v))}</td>' for i, v in enumerate(row))
-            + "</tr>"
-            for row in self.rows
-        )
-        head = f"<thead><tr>{head}</tr></thead>" if any(self.columns) else ""
-        caption = f'<caption style="text-align:left">{_escape(self.caption)}</caption>' if self.caption else ""
+            return f"<p><em>{escape(self.caption or 'nothing to show')}</em></p>"
+        head = f"<thead>{self._html_row('th', self.columns)}</thead>" if any(self.columns) else ""
+        body = "".join(self._html_row("td", map(number, row)) for row in self.rows)
+        caption = f'<caption style="text-align:left">{escape(self.caption)}</caption>' if self.caption else ""
         return f"<table>{caption}{head}<tbody>{body}</tbody></table>"
 
-    def _side(self, column: int) -> str:
-        values = [r[column] for r in self.rows if r[column] is not None]
-        return (
-            "right"
-            if values and all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
-            else "left"
-        )
-
-    def _look(self, column: int) -> str:
-        side = self._side(column)
-        extra = "font-variant-numeric:tabular-nums" if side == "right" else "max-width:48em;white-space:pre-wrap"
-        return f"text-align:{side};{extra}"
+    def _html_row(self, tag: str, texts: Sequence[str]) -> str:
+        cells = zip(self.sides, texts, strict=True)
+        return "<tr>" + "".join(f'<{tag} style="{LOOK[side]}">{escape(t)}</{tag}>' for side, t in cells) + "</tr>"
 
     def __repr__(self) -> str:
         if not self.rows:
             return self.caption or "nothing to show"
-        text = [[number(v).replace("\n", " ") for v in row] for row in self.rows]
-        grid = [list(self.columns), *text] if any(self.columns) else text
-        widths = [max(len(row[i]) for row in grid) for i in range(len(self.columns))]
-        sides = [self._side(i) for i in range(len(self.columns))]
-        lines = [
-            "  ".join(
-                c.rjust(w) if s == "right" else c.ljust(w) for c, w, s in zip(row, widths, sides, strict=True)
-            ).rstrip()
-            for row in grid
+        grid = [self.columns] if any(self.columns) else []
+        grid += [[number(value).replace("\n", " ") for value in row] for row in self.rows]
+        marks = [
+            ("<>"[side == "right"], max(map(len, texts)))
+            for side, texts in zip(self.sides, zip(*grid, strict=True), strict=True)
         ]
-        return "\n".join([self.caption, *lines] if self.caption else lines)
+        lines = ["  ".join(f"{t:{mark}{width}}" for t, (mark, width) in zip(row, marks, strict=True)) for row in grid]
+        return "\n".join(line.rstrip() for line in ([self.caption] if self.caption else []) + lines)
 
 
-def table(rows: Sequence[Any] | Mapping, columns: Sequence[str] | None = None, caption: str | None = None) -> Table:
-    """A table of rows (tuples, named tuples, dicts or dataclasses), or of a mapping's names and values."""
-    return Table(rows, columns, caption)
+table = Table  # as the chapters call it
 
 
-def _cells(rows: Any, columns: Sequence[str] | None) -> tuple[list[list[Any]], list[str]]:
-    rows = list(rows.items()) if isinstance(rows, Mapping) else list(rows)
-    first = rows[0] if rows else ()
-    if is_dataclass(first):
-        rows = [asdict(r) for r in rows]
-        first = rows[0]
-    if isinstance(first, Mapping):
-        names = list(columns or dict.fromkeys(k for r in rows for k in r))
-        cells = [[r.get(c) for c in names] for r in rows]
-    else:
-        names = list(columns or getattr(first, "_fields", [""] * len(first)))
-        cells = [list(r) for r in rows]
-    width = max([len(names), *map(len, cells)])
-    return [c + [None] * (width - len(c)) for c in cells], [str(n) for n in names] + [""] * (width - len(names))
+def _numbers(values: Sequence[Any]) -> bool:
+    told = [v for v in values if v is not None]
+    return bool(told) and all(isinstance(v, int | float) and not isinstance(v, bool) for v in told)
 
 
 def number(value: Any) -> str:
@@ -87,12 +63,12 @@ def number(value: Any) -> str:
         return "–"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
-    if isinstance(value, int):
-        return f"{value:,}" if abs(value) >= 10_000 else str(value)
-    if value == 0 or math.isinf(value):
-        return "0" if value == 0 else str(value)
-    return f"{value:,.2f}" if abs(value) >= 1 else f"{value:.3g}"
+    size = abs(value)
+    if isinstance(value, int) or size == 0 or math.isinf(value):
+        return f"{value:,.0f}" if size >= 10_000 else f"{value:g}"
+    return f"{value:,.0f}" if size >= 10_000 else f"{value:,.2f}" if size >= 1 else f"{value:.3g}"
 
 
-def _escape(text: Any) -> str:
-    return html.escape(str(text)).replace("$", "<span>$</span>")  # a lone $ would start a formula
+def escape(text: Any) -> str:
+    """Text for HTML in a notebook, where a lone $ would start a formula."""
+    return html.escape(str(text)).replace("$", "<span>$</span>")
