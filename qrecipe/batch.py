@@ -20,13 +20,11 @@ def no_room(memory: tuple[float, float] | None, share: float = LLM_SHARE) -> str
 
     `memory` is (total, free) in GiB, as `gpu_memory` finds it.
     """
-    if memory is None or memory[1] >= share * memory[0]:
+    total, free = memory or (0.0, 0.0)
+    if free >= share * total:
         return None
-    total, free = memory
-    return (
-        f"LLM asks for {share:.2f} of the GPU's {total:.1f} GiB, that is {share * total:.1f} GiB, and {free:.1f} GiB "
-        "are free: a server holds the rest. Stop it first (qrecipe stop), and run this chapter without base_url"
-    )
+    return (f"LLM asks for {share:.2f} of the GPU's {total:.1f} GiB, that is {share * total:.1f} GiB, and {free:.1f} GiB "
+            "are free: a server holds the rest. Stop it first (qrecipe stop), and run this chapter without base_url")  # fmt: skip
 
 
 def gpu_memory(wait: float = 0.0, share: float = LLM_SHARE) -> tuple[float, float] | None:
@@ -40,17 +38,13 @@ def gpu_memory(wait: float = 0.0, share: float = LLM_SHARE) -> tuple[float, floa
     try:
         pynvml.nvmlInit()
         first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "0"
-        handle = (
-            pynvml.nvmlDeviceGetHandleByIndex(int(first))
-            if first.isdigit()
-            else pynvml.nvmlDeviceGetHandleByUUID(first)
-        )
-        deadline = time.monotonic() + wait
-        while True:
-            found = pynvml.nvmlDeviceGetMemoryInfo(handle)
-            if found.free >= share * found.total or time.monotonic() > deadline:
-                return found.total / 2**30, found.free / 2**30
+        by = pynvml.nvmlDeviceGetHandleByIndex if first.isdigit() else pynvml.nvmlDeviceGetHandleByUUID
+        handle, deadline = by(int(first) if first.isdigit() else first), time.monotonic() + wait
+        while (found := pynvml.nvmlDeviceGetMemoryInfo(handle)).free < share * found.total:
+            if time.monotonic() > deadline:
+                break
             time.sleep(0.5)
+        return found.total / 2**30, found.free / 2**30
     except pynvml.NVMLError:
         return None
 
@@ -67,19 +61,18 @@ def place(chapter: Any, share: float = LLM_SHARE) -> Place:
     """Whether LLM can run here beside what runs already: the GPU must have room, an attached server's model be at hand."""
     from .layers import choose_engine, gather
 
-    engine, asked = chapter.engine, chapter.parameters.get("model", "auto")
-    if engine == "attached":
+    engine, asked, attached = chapter.engine, chapter.parameters.get("model", "auto"), chapter.engine == "attached"
+    if attached:
         engine, _ = choose_engine(gather(), chapter.parameters.get("engine", "auto"))
     if engine == "gpu" and (why := no_room(gpu_memory(wait=20, share=share), share)):
         return Place(engine, "", why)
-    model = chapter.model_dir if chapter.engine != "attached" or asked == "auto" else asked
-    if chapter.engine == "attached" and not Path(model).is_dir():
-        return Place(
-            engine,
-            model,
-            f"the attached server's model {model} is no folder on this machine, and LLM must load one: give its folder as parameter model, or run this chapter without base_url",
-        )
-    return Place(engine, model, None)
+    model = asked if attached and asked != "auto" else chapter.model_dir
+    if not attached or Path(model).is_dir():
+        return Place(engine, model, None)
+    why = (
+        f"the attached server's model {model} is no folder on this machine, and LLM must load one: give its folder as "
+    )
+    return Place(engine, model, why + "parameter model, or run this chapter without base_url")
 
 
 class Offline:
@@ -94,12 +87,10 @@ class Offline:
     ):  # fmt: skip
         self.child = Child([sys.executable, str(script)], log, env)
         self.log = self.child.log
-        report = (lambda seconds: on_progress(seconds, self.log)) if on_progress else None
-        began = time.monotonic()
-        self._exchange(arguments, START_LIMIT, report)
+        report, began = on_progress or (lambda *_: None), time.monotonic()
+        self._exchange(arguments, START_LIMIT, lambda seconds: report(seconds, self.log))
         self.ready_seconds = time.monotonic() - began
-        if on_progress:
-            on_progress(None, self.log)
+        report(None, self.log)
 
     def ask(self, *, timeout: float = 600.0, **job: Any) -> Any:
         """Send a job and wait for its answer. ServerFailed with the log's cause when the process ends meanwhile."""
@@ -108,21 +99,17 @@ class Offline:
     def _exchange(self, message: dict, timeout: float, on_wait: Callable | None = None) -> Any:
         try:
             self.child.send(json.dumps(message))
-            line = self.child.readline(timeout, on_wait)
-            if line is None:
+            if (line := self.child.readline(timeout, on_wait)) is None:
                 self.child.process.wait(10)
                 raise ServerFailed(self.child.why())
             answer = json.loads(line)
-        except TimeoutError:
+        except BaseException as problem:  # interrupted, too: an answer still to come would be taken for the next one's
             self.close()
-            raise ServerFailed(
-                f"no answer within {timeout:.0f} s, so the process was ended; its log: {self.log}"
-            ) from None
-        except ValueError:
-            self.close()
-            raise ServerFailed(f"the script wrote {line[:80]!r} where a line of JSON was expected") from None
-        except BaseException:  # interrupted: an answer still to come would be taken for the next one's
-            self.close()
+            if isinstance(problem, TimeoutError):
+                why = f"no answer within {timeout:.0f} s, so the process was ended; its log: {self.log}"
+                raise ServerFailed(why) from None
+            if isinstance(problem, ValueError):
+                raise ServerFailed(f"the script wrote {line[:80]!r} where a line of JSON was expected") from None
             raise
         if isinstance(answer, dict) and "error" in answer:
             raise RequestFailed(answer["error"])

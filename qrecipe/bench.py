@@ -6,6 +6,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import psutil
 
 from .child import Child
 from .errors import BadInput, RequestFailed, ServerFailed
-from .metrics import ServerSide, difference, read_metrics
+from .metrics import ServerSide, difference, parse_metrics, read_metrics
 
 VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")  # `vllm` whatever PATH says
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
@@ -41,11 +42,8 @@ class Bench:
 
     def ms(self, metric: str, what: str | int) -> float | None:
         """A latency in ms: `metric` is ttft, tpot, itl or e2el, `what` "mean", "median" or a percentile; None if absent."""
-        key = f"p{what}" if isinstance(what, int) else what
-        value = self.data.get(f"{key}_{metric}_ms")
-        if value is None and what == 50:
-            value = self.data.get(f"median_{metric}_ms")
-        return value
+        keys = [f"p{what}", "median" if what == 50 else ""] if isinstance(what, int) else [what]
+        return next((v for key in keys if (v := self.data.get(f"{key}_{metric}_ms")) is not None), None)
 
     @property
     def concurrency(self) -> int:
@@ -64,7 +62,7 @@ class Bench:
     def little(self) -> float | None:
         """Little's law: requests a second × mean seconds a request = requests in the system."""
         mean = self.ms("e2el", "mean")
-        return self.data["request_throughput"] * mean / 1000 if mean is not None else None
+        return None if mean is None else self.data["request_throughput"] * mean / 1000
 
 
 def read_bench(path: str | Path) -> dict:
@@ -76,10 +74,8 @@ def read_bench(path: str | Path) -> dict:
         what = f"cannot be read ({problem.strerror})" if isinstance(problem, OSError) else "is not JSON"
         raise BadInput(f"{path} {what}: name a result of vllm bench serve --save-result") from None
     needed = {"max_concurrency", "completed", "request_throughput", "output_throughput", "duration"}
-    if not isinstance(data, dict) or (missing := needed - data.keys()):
-        raise BadInput(
-            f"{path} is no result of vllm bench serve: {', '.join(sorted(missing)) if isinstance(data, dict) else 'an object'} missing"
-        )
+    if missing := needed - data.keys() if isinstance(data, dict) else {"an object"}:
+        raise BadInput(f"{path} is no result of vllm bench serve: {', '.join(sorted(missing))} missing")
     if not data["completed"]:
         first = next((e for e in data.get("errors") or [] if e), "no reason given")
         raise BadInput(f"{path}: no request succeeded ({first.strip().splitlines()[-1][:120]})")
@@ -87,47 +83,42 @@ def read_bench(path: str | Path) -> dict:
 
 
 def run_bench(
-    command: Sequence[str],
-    result: Path,
-    base_url: str,
-    *,
-    api_key: str = "EMPTY",
-    timeout: float = 900.0,
-    every: float = 0.25,
-) -> Bench:
+    command: Sequence[str], result: Path, base_url: str, *, api_key: str = "EMPTY", timeout: float = 900.0, every: float = 0.25
+) -> Bench:  # fmt: skip
     """Run one `vllm bench serve …` (which must save to `result`), look at /metrics meanwhile, read its JSON.
 
     Raises ServerFailed with the last line of its output when it fails, and BadInput as `read_bench` does.
     """
     result = Path(result)
     env = {"OPENAI_API_KEY": api_key, "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    argv = [*VLLM, *command[1:]]
     log, deadline = result.with_suffix(".log"), time.monotonic() + timeout
-    before = after = None
+    before = after = watch = None
+    samples: list[Sample] = []
+    done = threading.Event()
     _metrics(base_url)  # its imports take half a second, which is not to be lost later
-    watch: _Watch | None = None
-    child = Child(argv, log, env)
+    child = Child([*VLLM, *command[1:]], log, env)
     try:
         with open(log, "a") as out:
             while (line := child.readline(deadline - time.monotonic())) is not None:
                 out.write(line + "\n")
-                if line.startswith(MARK):
-                    before = _metrics(base_url)
-                    watch = _Watch(base_url, child.process.pid, every) if before else None
+                if line.startswith(MARK) and (before := _metrics(base_url)):
+                    client = psutil.Process(child.process.pid)
+                    watch = threading.Thread(target=_watch, args=(base_url, client, every, done, samples), daemon=True)
+                    watch.start()
                 if watch and line.startswith("=" * 12):
-                    watch.stop()
+                    done.set()
                     after = after or _metrics(base_url, before)
         code = child.process.wait(30)
     except TimeoutError:
         raise ServerFailed(f"the benchmark did not end within {timeout:.0f} s; its output: {log}") from None
     finally:
+        done.set()
         if watch:
-            watch.stop()
+            watch.join(10)
         child.end()
     if code:
         raise ServerFailed(child.why())
-    data = read_bench(result)
-    return Bench(data, tuple(watch.samples) if watch else (), difference(before, after) if before and after else None)
+    return Bench(read_bench(result), tuple(samples), difference(before, after) if before and after else None)
 
 
 def cache_config(base_url: str) -> dict[str, str]:
@@ -139,11 +130,8 @@ def cache_config(base_url: str) -> dict[str, str]:
 def comparable(one: Bench, other: Bench) -> list[str]:
     """What differs in the workload of two benchmarks, so that their figures do not compare; [] when nothing does."""
     keys = ("max_concurrency", "num_prompts", "input_len", "output_len", "model_id", "backend", "request_rate")
-    return [
-        f"{k} {other.data.get(k)} against {one.data.get(k)}"
-        for k in keys
-        if str(one.data.get(k)) != str(other.data.get(k))
-    ]
+    pairs = [(key, other.data.get(key), one.data.get(key)) for key in keys]
+    return [f"{key} {theirs} against {mine}" for key, theirs, mine in pairs if str(theirs) != str(mine)]
 
 
 def recorded(name: str) -> list[Bench]:
@@ -161,39 +149,21 @@ def _metrics(base_url: str, after: Any = None) -> Any:
         return None  # not a vLLM: the client's figures alone
 
 
-def _gauges(base_url: str) -> dict[str, float]:
+def _gauges(base_url: str) -> list[float]:
     """The three gauges alone, summed over engines: a full reading costs too much to be done while one measures."""
     with urllib.request.urlopen(base_url.rstrip("/").removesuffix("/v1") + "/metrics", timeout=5) as reply:
-        text = reply.read().decode()
-    found = dict.fromkeys(GAUGES, 0.0)
-    for line in text.splitlines():
-        name = line.partition("{")[0].removeprefix("vllm:")
-        if name in found:
-            found[name] += float(line.rsplit(" ", 1)[1])
-    return found
+        lines = reply.read().decode().splitlines()
+    wanted = tuple(f"vllm:{name}{{" for name in GAUGES)
+    page = parse_metrics("\n".join(line for line in lines if line.startswith(wanted)) + "\n")
+    return [page[name] for name in GAUGES]
 
 
-class _Watch:
-    """Reads the gauges of /metrics and the load generator's processor time every `every` seconds, in a thread."""
-
-    def __init__(self, base_url: str, pid: int, every: float):
-        self.samples: list[Sample] = []
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(base_url, psutil.Process(pid), every), daemon=True)
-        self._thread.start()
-
-    def _run(self, base_url: str, client: psutil.Process, every: float) -> None:
-        began = last = time.monotonic()
-        spent = sum(client.cpu_times()[:2])
-        while not self._done.wait(every):
-            try:
-                page, now, used = _gauges(base_url), time.monotonic(), sum(client.cpu_times()[:2])
-            except (OSError, ValueError, psutil.Error):
-                continue
-            counts = [int(page[name]) for name in GAUGES[:2]]
-            self.samples.append(Sample(now - began, *counts, page[GAUGES[2]], (used - spent) / (now - last)))
+def _watch(base_url: str, client: psutil.Process, every: float, done: threading.Event, samples: list[Sample]) -> None:
+    """Read the gauges of /metrics and the load generator's processor time every `every` seconds until `done`."""
+    began = last = time.monotonic()
+    spent = sum(client.cpu_times()[:2])
+    while not done.wait(every):
+        with suppress(OSError, ValueError, psutil.Error):
+            (running, waiting, usage), now, used = _gauges(base_url), time.monotonic(), sum(client.cpu_times()[:2])
+            samples.append(Sample(now - began, int(running), int(waiting), usage, (used - spent) / (now - last)))
             last, spent = now, used
-
-    def stop(self) -> None:
-        self._done.set()
-        self._thread.join(10)

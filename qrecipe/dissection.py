@@ -5,7 +5,9 @@ TTFT, ITL, TPOT, TPS as the field uses them (`vllm bench serve` has the same): n
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 CLIENT = "client, perf_counter"
@@ -55,15 +57,15 @@ class Dissection:
 
     @property
     def text(self) -> str:
-        return self.texts[0] if self.texts else ""
+        return next(iter(self.texts), "")
 
     @property
     def reasoning(self) -> str | None:
-        return self.reasonings[0] if self.reasonings else None
+        return next(iter(self.reasonings), None)
 
     @property
     def finish_reason(self) -> str | None:
-        return self.finish_reasons[0] if self.finish_reasons else None
+        return next(iter(self.finish_reasons), None)
 
     @property
     def reasoning_tokens(self) -> int:
@@ -91,27 +93,21 @@ class Dissection:
         """Time to the last token or finish reason; the usage that trails behind is not waited for."""
         return next((c.t for c in reversed(self.chunks) if c.tokens or c.kind == "finish"), None)
 
-    def arrivals(self, choice: int | None = None) -> list[list[tuple[float, int]]]:
+    def arrivals(self) -> list[list[tuple[float, int]]]:
         """Per choice the (time, tokens) of each moment that brought tokens; parts of one chunk are one moment."""
-        out = []
-        for i in sorted({c.choice for c in self.chunks if c.tokens}) if choice is None else [choice]:
-            seen: dict[float, int] = {}
-            for c in self.chunks:
-                if c.choice == i and c.tokens:
-                    seen[c.t] = seen.get(c.t, 0) + c.tokens
-            out.append(list(seen.items()))
-        return out
+        seen: dict[int, Counter[float]] = {}
+        for c in self.chunks:
+            if c.tokens:
+                seen.setdefault(c.choice, Counter())[c.t] += c.tokens
+        return [list(seen[i].items()) for i in sorted(seen)]
 
     def gaps(self) -> list[tuple[float, float, bool]]:
         """One (t, seconds, spread) per token after the first arrival.
 
         A chunk of m tokens that came g seconds after the one before gives m entries of g / m, marked `spread`.
         """
-        out = []
-        for times in self.arrivals():
-            for (before, _), (t, m) in zip(times, times[1:], strict=False):
-                out += [(t, (t - before) / m, m > 1)] * m
-        return sorted(out)
+        pairs = [pair for times in self.arrivals() for pair in pairwise(times)]
+        return sorted((t, (t - before) / m, m > 1) for (before, _), (t, m) in pairs for _ in range(m))
 
     @property
     def itl(self) -> list[float]:
@@ -121,7 +117,7 @@ class Dissection:
     @property
     def steps(self) -> list[float]:
         """Gaps between arrivals, one a chunk: what a server's per-step histogram is to be held against."""
-        return [t - b for times in self.arrivals() for (b, _), (t, _) in zip(times, times[1:], strict=False)]
+        return [t - before for times in self.arrivals() for (before, _), (t, _) in pairwise(times)]
 
     @property
     def tpot(self) -> float | None:
@@ -140,39 +136,32 @@ class Dissection:
 
     def table(self) -> list[Row]:
         """Every figure that could be had, with formula and clock, in the order of the request's life."""
-        ms, count = 1000.0, SERVER if self.usage else self.counted_by
-        n = "usage.completion_tokens" if self.usage else f"counted: {self.counted_by}"
-        itl, tpot = self.itl, self.tpot
+        count, n = (
+            (SERVER, "usage.completion_tokens") if self.usage else (self.counted_by, f"counted: {self.counted_by}")
+        )
+        itl, tpot, first = self.itl, self.tpot, next((c.t for c in self.chunks), None)
         rows = [
-            ("connect", self.connect, ms, "ms", "TCP connection made; 0 = an open one was used again", CLIENT),
-            ("accepted", self.marks.get("headers"), ms, "ms", "response headers in: request read, checked", CLIENT),
-            (
-                "first chunk",
-                self.chunks[0].t if self.chunks else None,
-                ms,
-                "ms",
-                "first chunk, token or not - call",
-                CLIENT,
-            ),
-            ("TTFT", self.ttft, ms, "ms", "first chunk that brought a token - call", CLIENT),
-            ("TTFT, content", self.ttft_content, ms, "ms", "first text of the answer itself - call", CLIENT),
-            ("E2E", self.e2e, ms, "ms", "last token - call", CLIENT),
-            ("ITL, mean", sum(itl) / len(itl) if itl else None, ms, "ms", "mean gap between tokens", CLIENT),
-            ("ITL, largest", max(itl, default=None), ms, "ms", "largest gap between tokens", CLIENT),
-            ("TPOT", tpot, ms, "ms", "(E2E - TTFT) / (n - 1)", CLIENT),
-            ("TPS", self.tps, 1, "tokens/s", "n / E2E", CLIENT),
-            ("TPS, decode", 1 / tpot if tpot else None, 1, "tokens/s", "1 / TPOT", CLIENT),
-            ("prefill rate", self.prefill_tps, 1, "tokens/s", "prompt tokens / TTFT (a lower bound)", CLIENT),
-            ("prompt tokens", self.prompt_tokens, 1, "tokens", "usage.prompt_tokens", count),
-            ("completion tokens", self.completion_tokens, 1, "tokens", f"n = {n}", count),
-            ("reasoning tokens", self.reasoning_tokens, 1, "tokens", "tokens of reasoning chunks", self.counted_by),
+            ("connect", self.connect, "ms", "TCP connection made; 0 = an open one was used again", CLIENT),
+            ("accepted", self.marks.get("headers"), "ms", "response headers in: request read, checked", CLIENT),
+            ("first chunk", first, "ms", "first chunk, token or not - call", CLIENT),
+            ("TTFT", self.ttft, "ms", "first chunk that brought a token - call", CLIENT),
+            ("TTFT, content", self.ttft_content, "ms", "first text of the answer itself - call", CLIENT),
+            ("E2E", self.e2e, "ms", "last token - call", CLIENT),
+            ("ITL, mean", sum(itl) / len(itl) if itl else None, "ms", "mean gap between tokens", CLIENT),
+            ("ITL, largest", max(itl, default=None), "ms", "largest gap between tokens", CLIENT),
+            ("TPOT", tpot, "ms", "(E2E - TTFT) / (n - 1)", CLIENT),
+            ("TPS", self.tps, "tokens/s", "n / E2E", CLIENT),
+            ("TPS, decode", 1 / tpot if tpot else None, "tokens/s", "1 / TPOT", CLIENT),
+            ("prefill rate", self.prefill_tps, "tokens/s", "prompt tokens / TTFT (a lower bound)", CLIENT),
+            ("prompt tokens", self.prompt_tokens, "tokens", "usage.prompt_tokens", count),
+            ("completion tokens", self.completion_tokens, "tokens", f"n = {n}", count),
+            ("reasoning tokens", self.reasoning_tokens, "tokens", "tokens of reasoning chunks", self.counted_by),
         ]
-        return [Row(n, v * k, u, f, c) for n, v, k, u, f, c in rows if v is not None]
+        return [Row(n, 1000 * v if u == "ms" else v, u, f, c) for n, v, u, f, c in rows if v is not None]
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready: every field, the derived times in seconds, and one list [t, kind, text, tokens] a chunk."""
-        names = ("model", "endpoint", "text", "reasoning", "tool_calls", "finish_reason", "usage", "prompt_tokens",
-                 "completion_tokens", "reasoning_tokens", "connect", "ttft", "ttft_content", "e2e", "tpot", "tps",
-                 "prefill_tps", "itl", "counted_by", "notes", "complete", "request_id")  # fmt: skip
-        out = {name: getattr(self, name) for name in names}
+        names = """model endpoint text reasoning tool_calls finish_reason usage prompt_tokens completion_tokens
+            reasoning_tokens connect ttft ttft_content e2e tpot tps prefill_tps itl counted_by notes complete request_id"""
+        out = {name: getattr(self, name) for name in names.split()}
         return out | {"chunks": [[c.t, c.kind, c.text, c.tokens] for c in self.chunks]}
