@@ -100,16 +100,20 @@ class Chapter:
                 self._server = Server.start(recipe or self.recipe(), grace=grace_time(), on_progress=self.progress)
         return self._server
 
+    @property
+    def tokenizer_dir(self) -> str:
+        """The folder of the served model's tokenizer; where that is not here the teaching model's, which is the same."""
+        return self.model_dir if Path(self.model_dir).is_dir() else str(teaching_model())
+
     def tokenizer(self):
-        """The served model's tokenizer (transformers). A foreign server's is looked up by its root name."""
+        """The served model's tokenizer, loaded by transformers, which takes seconds."""
         if not hasattr(self, "_tokenizer"):
             from transformers import AutoTokenizer
             from transformers.utils import logging
 
-            where = self.model_dir if Path(self.model_dir).is_dir() else teaching_model()
             before = logging.get_verbosity()
             logging.set_verbosity_error()  # it warns of another vendor's tokenizer whenever a vocabulary is this large
-            self._tokenizer = AutoTokenizer.from_pretrained(where)
+            self._tokenizer = AutoTokenizer.from_pretrained(self.tokenizer_dir)
             logging.set_verbosity(before)
         return self._tokenizer
 
