@@ -4,12 +4,14 @@ import codecs
 import gzip
 import zlib
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from .errors import BadInput
 
-BLOCK = 1 << 20
+BLOCK, LINES = 1 << 20, 4096  # bytes of a block, lines of one where lines are given
+RECORDED = Path(__file__).parent / "data" / "logs"
 
 
 def blocks(source: str | Path | IO | Iterable[str | bytes]) -> Iterator[bytes]:
@@ -17,75 +19,44 @@ def blocks(source: str | Path | IO | Iterable[str | bytes]) -> Iterator[bytes]:
     if isinstance(source, str | Path):
         yield from _from_path(Path(source).expanduser())
     elif hasattr(source, "read"):
-        yield from _utf8(iter(lambda: source.read(BLOCK), None))
+        while block := source.read(BLOCK):
+            yield _utf8(block)
     else:
-        yield from _utf8(_joined(source))
+        lines = map(_utf8, source)
+        while some := list(islice(lines, LINES)):
+            yield b"".join(line if line.endswith(b"\n") else line + b"\n" for line in some)
+
+
+def _utf8(text: str | bytes) -> bytes:
+    return text.encode("utf-8", "replace") if isinstance(text, str) else text
 
 
 def _from_path(path: Path) -> Iterator[bytes]:
+    some = b""
     try:
         if path.is_dir():
             raise BadInput(f"{path} is a folder; name the log file in it.")
-        with path.open("rb") as raw:
-            head = raw.read(4096)
-            raw.seek(0)
-            zipped = head[:2] == b"\x1f\x8b"
+        with path.open("rb") as file:
+            head, read = file.peek(4096)[:4096], file.read
             if not head:
-                raise BadInput(
-                    f"{path} is empty; a vLLM log was expected, for example the output of `vllm serve … 2>&1 | tee FILE`."
-                )
-            if not zipped and b"\0" in head and not head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                mend = "the output of `vllm serve … 2>&1 | tee FILE`"
+                raise BadInput(f"{path} is empty; a vLLM log was expected, for example {mend}.")
+            if head.startswith(b"\x1f\x8b"):
+                read = gzip.GzipFile(fileobj=file).read1
+            elif head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # of a shell that redirects so
+                read = codecs.EncodedFile(file, "utf-8", "utf-16", "replace").read
+            elif b"\0" in head:
                 raise BadInput(f"{path} is a binary file, not a log; give the text that `vllm serve` printed.")
-            yield from _utf8(_unzipped(raw, path) if zipped else iter(lambda: raw.read(BLOCK), b""))
+            while some := read(BLOCK):
+                yield some
+    except (EOFError, zlib.error, gzip.BadGzipFile):  # a cut-off file ends where the good data ends
+        if not some:
+            raise BadInput(f"{path} is a damaged gzip file; give the log itself or a whole copy.") from None
     except OSError as problem:
         why = problem.strerror or type(problem).__name__
         raise BadInput(f"{path} cannot be read ({why}); give the path of a vLLM log.") from None
     except ValueError as problem:  # a null byte in the path
         raise BadInput(f"{str(path)!r} is no usable path ({problem}).") from None
-
-
-def _unzipped(raw: IO[bytes], path: Path) -> Iterator[bytes]:
-    """The content of a gzip file; a cut-off file ends where the good data ends."""
-    some = False
-    with gzip.GzipFile(fileobj=raw) as file:
-        while True:
-            try:
-                block = file.read1(BLOCK)
-            except (EOFError, zlib.error, gzip.BadGzipFile):
-                if not some:
-                    raise BadInput(f"{path} is a damaged gzip file; give the log itself or a whole copy.") from None
-                return
-            if not block:
-                return
-            some = True
-            yield block
-
-
-def _joined(lines: Iterable[Any]) -> Iterator[bytes]:
-    kept, size = [], 0
-    for line in lines:
-        raw = line.encode("utf-8", "replace") if isinstance(line, str) else bytes(line)
-        kept.append(raw if raw.endswith(b"\n") else raw + b"\n")
-        size += len(raw)
-        if size >= BLOCK:
-            yield b"".join(kept)
-            kept, size = [], 0
-    yield b"".join(kept)
-
-
-def _utf8(source: Iterator[str | bytes]) -> Iterator[bytes]:
-    """Bytes as they are; text encoded; UTF-16 (a shell that redirects so) recoded."""
-    decoder = None
-    for number, block in enumerate(source):
-        if not block:
-            return
-        raw = block.encode("utf-8", "replace") if isinstance(block, str) else block
-        if number == 0 and raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            decoder = codecs.getincrementaldecoder("utf-16")("replace")
-        yield decoder.decode(raw).encode("utf-8", "replace") if decoder else raw
-
-
-RECORDED = Path(__file__).parent / "data" / "logs"
 
 
 def recorded(name: str = "") -> Path:

@@ -5,10 +5,10 @@ only their surroundings are looked at closely. Not covered: binary formats, and 
 Units: GiB is 2^30 bytes. A figure that the log does not hold is None, never guessed.
 """
 
+import ast
 import re
-from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
@@ -16,9 +16,8 @@ from typing import IO, Any
 from . import log_words as words
 from .errors import BadInput
 from .log_source import blocks
-from .log_values import ENGINE_SETTINGS, PRINTED_DICT, SETTINGS, pairs, ranks_of, tokens_from_blocks
 
-LEFT, RIGHT, KEPT, ROWS = 1024, 16384, 40, 2000  # bytes around an anchor; error lines; metric rows
+LEFT, RIGHT, KEPT, ROWS = 1024, 16384, 40, 2000  # bytes around an anchor; error lines at each end; metric rows
 JSON_KEYS = (
     "vllm_version", "weights_gib", "load_seconds", "consumed_gib", "activation_gib", "cuda_graph_estimate_gib",
     "cuda_graph_gib", "available_kv_gib", "kv_cache_tokens", "max_model_len", "max_concurrency",
@@ -29,6 +28,23 @@ MORE_KEYS = (
     "max_num_batched_tokens", "weights_read_seconds", "warmup_seconds", "capture_seconds", "mm_warmup_seconds",
     "architecture", "model",
 )  # fmt: skip
+ENGINE_SETTINGS = {
+    "model", "speculative_config", "dtype", "max_seq_len", "load_format", "tensor_parallel_size",
+    "pipeline_parallel_size", "data_parallel_size", "quantization", "enforce_eager", "kv_cache_dtype",
+    "device_config", "enable_prefix_caching", "served_model_name", "trust_remote_code",
+}  # fmt: skip
+PRINTED_DICT = re.compile(r"'(\w{1,60})': ('[^'\n]{0,400}'|\[[^\[\]\n]{0,400}\]|\{[^{}\n]{0,400}\}|[\w.+-]{1,60})")
+SETTINGS = re.compile(r"\b(\w{1,60})=('[^'\n]{0,400}'|\[[^\[\]\n]{0,400}\]|[\w.+-]{1,60})(?=[,)]|$)")
+ENCODER, COMPILED, CACHED = b"Encoder cache will be", b"saved AOT compiled", b"Directly load"
+STAGE_ANCHORS = {*words.STAGE_WORDS, *words.EAGER, ENCODER}
+ANCHORS = list(
+    dict.fromkeys(
+        [*words.RULES, *STAGE_ANCHORS, *words.ARGUMENTS, *words.ERRORS, *words.STOPPED, words.METRICS, COMPILED, CACHED]
+    )
+)
+STARTING = [b" GiB", b"non-default args", b"with config", b"startup complete", b"args: Namespace("]
+SERVING = [words.METRICS, *words.ERRORS[:2]]  # all that is looked for in a long run of requests
+FATAL = re.compile(r"EngineDead|fatal|died|OutOfMemory|out of memory")
 
 
 @dataclass(frozen=True)
@@ -60,22 +76,15 @@ class StartupLog:
         from .diagnosis import diagnose  # later in the data flow: only a failed start needs it
 
         found = diagnose(self.errors, log=self)
-        if found is None:
-            return None
-        return {key: getattr(found, key, None) for key in ("text", "stage", "cause", "mend", "known")}
+        return found and {key: value for key, value in asdict(found).items() if key != "origin"}
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON of `qrecipe log`."""
         out = {key: self.figures.get(key) for key in JSON_KEYS}
         out |= {"ranks": self.ranks, "ready": self.ready, "failure": self.failure}
         out |= {key: self.figures.get(key) for key in MORE_KEYS}
-        out |= {"backends": self.backends, "flags": self.flags, "config": self.config}
-        out |= {
-            "stages": [list(s) for s in self.stages],
-            "compile_cached": self.compile_cached,
-            "runtime": self.runtime,
-        }
-        return out
+        more = ("backends", "flags", "config", "stages", "compile_cached", "runtime")
+        return out | {key: getattr(self, key) for key in more}
 
 
 class StageWatcher:
@@ -87,37 +96,41 @@ class StageWatcher:
 
     def feed(self, line: str | bytes) -> str | None:
         raw = line.encode("utf-8", "replace") if isinstance(line, str) else line
-        self.eager = self.eager or any(w in raw for w in words.EAGER_WORDS)
-        for word, stage in words.STAGE_WORDS:
-            if word in raw and self.enter(stage):
-                return stage
-        if self.eager and b"Encoder cache will be" in raw and self.enter("profile"):
-            return "profile"
-        return None
+        self.eager = self.eager or any(w in raw for w in words.EAGER)
+        named = [stage for word, stage in words.STAGE_WORDS.items() if word in raw]
+        named += ["profile"] if self.eager and ENCODER in raw else []
+        now = words.STAGES.index(self.stage)
+        opened = next((stage for stage in named if words.STAGES.index(stage) > now), None)  # stages never go back
+        self.stage = opened or self.stage
+        return opened
 
-    def enter(self, stage: str) -> bool:
-        """True when `stage` lies after the present one; stages never go back."""
-        if words.STAGES.index(stage) <= words.STAGES.index(self.stage):
-            return False
-        self.stage = stage
-        return True
+
+def pairs(pattern: re.Pattern, text: str) -> dict[str, Any]:
+    """The settings printed in a line: name → value, by its Python literal where it is one."""
+    found = {}
+    for name, value in pattern.findall(text):
+        value = value.removeprefix("torch.")
+        try:
+            found[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
+            found[name] = value
+    return found
 
 
 class _Start:
     """What has been read of one start so far."""
 
     def __init__(self) -> None:
-        self.values: dict[str, dict[str, list]] = {}  # field -> process label -> values
+        self.values: dict[str, dict[str, list]] = {}  # figure -> process label -> values
         self.texts: dict[str, str] = {}
         self.backends: dict[str, str] = {}
         self.flags: dict[str, Any] = {}
         self.config: dict[str, Any] = {}
-        self.raw: dict[str, str] = {}
+        self.lines: dict[str, str] = {}
         self.watcher = StageWatcher()
         self.stages: list[tuple[str, float | None]] = []
-        self.first_errors: list[str] = []
-        self.last_errors: deque[str] = deque(maxlen=KEPT)
-        self.origin: float | None = None
+        self.errors: list[str] = []
+        self.origin: datetime | None = None
         self.engines: set[str] = set()
         self.rows: list[dict] = []
         self.row_count, self.stride = 0, 1
@@ -131,59 +144,70 @@ class _Start:
             kept.append(int(value) if name in words.WHOLE else value)
 
     def seconds(self, raw: bytes) -> float | None:
+        """Seconds of this line's time after the first time in the log."""
         found = words.TIME.search(raw)
-        if not found:
-            return None
-        year, month, day, hour, minute, second, part = (int(g) if g else 0 for g in found.groups())
         try:
-            at = datetime(year or 2000, month, day, hour, minute, min(second, 59)).timestamp()
-        except (ValueError, OverflowError):
+            at = datetime.fromisoformat(("" if found[1] else "2000-") + found[0].decode())
+        except (TypeError, ValueError):
             return None
-        at += int(found[7]) / 10 ** len(found[7]) if found[7] else 0
-        if self.origin is None:
-            self.origin = at
-        since = at - self.origin
-        if since < 0 and not year:
-            since += 366 * 86400  # the log crosses New Year and names no year
-        return round(since, 3) if 0 <= since < 1e7 else None
+        self.origin = self.origin or at
+        since = (at - self.origin).total_seconds()
+        return round(since, 3) if since >= 0 else None
 
-    def metric(self, line: str, raw: bytes) -> None:
+    def metric(self, raw: bytes, line: str) -> None:
         row: dict[str, Any] = {"seconds": self.seconds(raw)}
         for name, pattern in words.METRIC_WORDS.items():
             found = pattern.search(line)
-            try:
-                row[name] = float(found[1]) if found else None
-            except ValueError:
-                row[name] = None
+            row[name] = float(found[1]) if found else None
         self.rows.append(row)
         if len(self.rows) >= ROWS:  # constant memory: every other row goes, evenly
             self.rows, self.stride = self.rows[1::2], self.stride * 2
+
+    def ranks(self) -> list[dict[str, Any]]:
+        """One row a rank. Without process labels, repeated figures of one start are taken as ranks in their order."""
+        rows = []
+        for label in dict.fromkeys(label for name in words.RANK_FIELDS for label in self.values.get(name, {})):
+            found = {name: self.values.get(name, {}).get(label, []) for name in words.RANK_FIELDS}
+            count = max(map(len, found.values())) if label == "" else 1
+            for i in range(count):
+                name = re.split(r"[ ,]", label)[0] or (str(i) if count > 1 else "")
+                each = {figure: (v[min(i, len(v) - 1)] if v else None) for figure, v in found.items()}
+                rows.append({"rank": name, "process": label, **each})
+        return rows
 
     def finish(self) -> StartupLog:
         figures: dict[str, Any] = dict(self.texts)
         if named := self.config.get("model") or self.flags.get("model"):
             figures.setdefault("model", named)
-        labels = list(dict.fromkeys(k for name in words.RANK_FIELDS for k in self.values.get(name, {})))
-        ranks = ranks_of(labels, self.values)
-        tightest = min(
-            (r for r in ranks if r["available_kv_gib"] is not None), key=lambda r: r["available_kv_gib"], default={}
-        )
+        ranks = self.ranks()
+        sized = [rank for rank in ranks if rank["available_kv_gib"] is not None]
+        tightest = min(sized, key=lambda rank: rank["available_kv_gib"], default={})
         for name, by_label in self.values.items():
             every = [v for values in by_label.values() for v in values]
             worst = min(every) if name in words.SMALLEST else max(every)
-            mine = tightest.get(name) if name in words.RANK_FIELDS else None
-            figures[name] = worst if mine is None else mine
-        tokens_from_blocks(figures, self.flags, self.config)
+            figures[name] = worst if tightest.get(name) is None else tightest[name]
         asked = [self.config.get("max_seq_len"), self.flags.get("max_model_len")]
+        if (tokens := self.tokens_from_blocks(figures)) is not None:
+            figures.setdefault("kv_cache_tokens", tokens)
         if said := [n for n in asked if isinstance(n, int)]:
             figures.setdefault("max_model_len", said[0])
-        errors = self.first_errors + [e for e in self.last_errors if e not in self.first_errors]
-        if self.ready and not any(re.search(r"EngineDead|fatal|died|OutOfMemory|out of memory", e) for e in errors):
-            errors = []
+        errors = [] if self.ready and not any(map(FATAL.search, self.errors)) else self.errors
         return StartupLog(
             figures, ranks, self.ready, self.backends, self.flags, self.config, self.stages, self.rows, errors,
-            self.raw, self.cached,
+            self.lines, self.cached,
         )  # fmt: skip
+
+    def tokens_from_blocks(self, figures: dict[str, Any]) -> int | None:
+        """The old engine logs blocks, not tokens: tokens = blocks × block size, where the log fixes the block size."""
+        blocks, length, said = (figures.get(k) for k in ("gpu_blocks", "max_model_len", "max_concurrency"))
+        size = self.flags.get("block_size")
+        if blocks is None:
+            return None
+        if not isinstance(size, int) and said and length:
+            size = next((b for b in (8, 16, 32, 64, 128, 256) if abs(blocks * b / length - said) <= 0.0051), None)
+        elif not isinstance(size, int) and (self.flags or self.config):
+            size = 16  # the log lists the flags and block_size is not among them
+        return blocks * size if isinstance(size, int) else None
 
 
 class _Reader:
@@ -193,27 +217,16 @@ class _Reader:
         self.every = every
         self.done: list[StartupLog] = []
         self.start = _Start()
-        self.rules: dict[bytes, list[tuple]] = {}
-        for rule in words.RULES + words.TEXTS:
-            self.rules.setdefault(rule[0], []).append(rule)
-        marks = [w for w, _ in words.STAGE_WORDS] + [*words.ARGS, *words.ERRORS, *words.EAGER_WORDS, *words.STOPPED]
-        marks += [words.METRICS, b"Encoder cache will be", b"Directly load", b"saved AOT compiled"]
-        self.stage_words = {w for w, _ in words.STAGE_WORDS} | {*words.EAGER_WORDS, b"Encoder cache will be"}
-        self.anchors = list(dict.fromkeys([*self.rules, *marks]))
-        self.signs = [b" GiB", b"non-default args", b"with config", b"startup complete", b"args: Namespace("]
-        self.quick = [words.METRICS, *words.ERRORS[:2]]
-        self.read, self.alert = 0, 4
+        self.starting = 4  # so many more blocks may belong to a start
 
     def block(self, buf: bytes, low: int, high: int) -> None:
         """Handles every anchor that begins in buf[low:high]."""
         if not self.every:
             low = self.skip_old_starts(buf, low, high)
-        if any(buf.find(sign, low, high) >= 0 for sign in self.signs):
-            self.alert = 2  # a start is in this block and may go on in the next one
-        anchors = self.anchors if self.alert > 0 else self.quick  # quick: a long run of requests
-        self.alert -= 1
+        if any(buf.find(sign, low, high) >= 0 for sign in STARTING):
+            self.starting = 2
         hits = []
-        for anchor in anchors:
+        for anchor in ANCHORS if self.starting > 0 else SERVING:
             found, at = [], buf.find(anchor, low, high)
             while at >= 0:
                 found.append((at, anchor))
@@ -221,93 +234,94 @@ class _Reader:
             if len(found) > 100 and anchor in words.ERRORS:  # a flood: its ends are enough
                 found = found[:50] + found[-50:]
             hits += found
-        hits.sort()
-        for at, anchor in hits:
+        self.starting -= 1
+        for at, anchor in sorted(hits):
             self.hit(buf, at, anchor)
 
     def skip_old_starts(self, buf: bytes, low: int, high: int) -> int:
         """Only the last start is wanted: where the last one of this block begins, if another came before it."""
-        begin = buf.rfind(words.ARGS[0], low, high)
-        if begin >= 0 and buf.find(b"startup complete", low, begin) >= 0:
-            self.start = _Start()
-            return max(low, buf.rfind(b"startup complete", low, begin) + 20)
-        return low
+        begin = buf.rfind(words.ARGUMENTS[0], low, high)
+        ready = buf.rfind(b"startup complete", low, begin) if begin >= 0 else -1
+        if ready < 0:
+            return low
+        self.start = _Start()
+        return ready + 20
 
     def hit(self, buf: bytes, at: int, anchor: bytes) -> None:
+        start = self.start
         if anchor == words.METRICS:
-            self.start.row_count += 1
-            if self.start.row_count % self.start.stride:
+            start.row_count += 1
+            if start.row_count % start.stride:
                 return
         begin = buf.rfind(b"\n", max(0, at - LEFT), at) + 1 or max(0, at - LEFT)
         if anchor == words.METRICS:
-            end = buf.find(b"\n", at, at + LEFT)
-            raw = buf[begin : end if end > 0 else at + LEFT]
-            return self.start.metric(words.clean(buf[at : at + 400]), raw)
-        if anchor in words.ERRORS:
-            return self.error(buf, begin, at)
-        if anchor in words.STOPPED:
-            self.start.stopped = True
-            return
-        head = buf[begin:at]
-        banner = anchor == b"version" and (b"\xe2\x96\x88" in head or b"API server" in head)
-        if anchor in words.ARGS or banner:
-            self.maybe_new_start(again=len(self.start.values) > 0 or bool(self.start.first_errors) or self.start.ready)
-        elif anchor == b"with config" and b"LLM engine" in head:
-            found = words.LABEL.search(head)
-            name = re.split(rb"[ ,]", found[1])[0].decode("ascii", "replace") if found else ""
-            self.maybe_new_start(again=name in self.start.engines or self.start.ready)
-            self.start.engines.add(name)
-            line = words.clean(buf[at : at + RIGHT // 2].split(b"\n")[0])
-            self.start.config = {k: v for k, v in pairs(SETTINGS, line).items() if k in ENGINE_SETTINGS}
+            start.metric(buf[begin : at + 400].split(b"\n", 1)[0], words.clean(buf[at : at + 400]))
+        elif anchor in words.ERRORS:
+            self.error(buf, begin, at)
+        elif anchor in words.STOPPED:
+            start.stopped = True
+        else:
+            self.begin_start(buf[begin:at], buf[at : at + RIGHT // 2], anchor)
+            if anchor in STAGE_ANCHORS or not self.start.stages:
+                self.stage(buf, begin, at, anchor)
+            if anchor in words.RULES and words.is_near(anchor, buf[max(0, at - 240) : at + 120]):
+                self.apply(buf, begin, at, anchor)
+
+    def begin_start(self, head: bytes, rest: bytes, anchor: bytes) -> None:
+        """The lines that tell a start's settings, and with which another one may begin."""
         start = self.start
-        if anchor in words.ARGS:
-            text = words.clean(buf[at : at + RIGHT // 2].split(b"\n")[0])
-            start.flags = pairs(PRINTED_DICT if b"non-default" in anchor else SETTINGS, text)
-        elif anchor == b"Directly load" and start.cached is None:
+        banner = anchor == b"version" and ("█".encode() in head or b"API server" in head)
+        engine = anchor == b"with config" and b"LLM engine" in head
+        label = words.LABEL.search(head) if engine else None
+        name = re.split(rb"[ ,]", label[1])[0].decode("ascii", "replace") if label else ""
+        if start.ready or (name in start.engines if engine else start.values or start.errors):
+            if anchor in words.ARGUMENTS or banner or engine:
+                self.close()
+                start = self.start = _Start()
+        if engine:
+            start.engines.add(name)
+            settings = pairs(SETTINGS, words.clean(rest.split(b"\n", 1)[0]))
+            start.config = {k: v for k, v in settings.items() if k in ENGINE_SETTINGS}
+        elif anchor in words.ARGUMENTS:
+            kind = PRINTED_DICT if b"non-default" in anchor else SETTINGS
+            start.flags = pairs(kind, words.clean(rest.split(b"\n", 1)[0]))
+        elif anchor == CACHED and start.cached is None:
             start.cached = True
-        elif anchor == b"saved AOT compiled":
+        elif anchor == COMPILED:
             start.cached = False
-        if anchor in self.stage_words or not start.stages:
-            self.stage(buf, begin, at, anchor)
-        if anchor in self.rules and words.is_near(anchor, buf[max(0, at - 240) : at + 120]):
-            before, after = words.clean(buf[max(0, at - 240) : at]), words.clean(buf[at : at + 240])
-            for rule in self.rules[anchor]:
-                self.apply(rule, before, after, buf, at, begin)
 
     def stage(self, buf: bytes, begin: int, at: int, anchor: bytes) -> None:
         start = self.start
         line = buf[begin : at + len(anchor) + 4]
         if not start.stages:
             start.stages.append(("import", start.seconds(line)))
-        stage = start.watcher.feed(line)
-        if stage:
+        if stage := start.watcher.feed(line):
             if not words.TIME.search(line):  # uvicorn's own lines carry no time: the last one before counts
                 line = b"\n".join(reversed(buf[max(0, begin - LEFT) : begin].split(b"\n")))
             start.stages.append((stage, start.seconds(line)))
             start.ready = start.ready or stage == "ready"
 
-    def apply(self, rule: tuple, before: str, after: str, buf: bytes, at: int, begin: int) -> None:
-        _, names, left, right = rule
-        found = right.match(after)
-        found_left = left.search(before) if left is not None and found else None
-        if not found or (left is not None and not found_left):
-            return
-        groups = [*(found_left.groups() if found_left else ()), *found.groups()]
-        if isinstance(names, str):  # a name, not a figure
-            target = self.start.texts if names in ("architecture", "vllm_version", "model") else self.start.backends
-            value = next((g for g in groups if g), None)
-            if value:
-                target.setdefault(names, value)
-            return
-        label = words.LABEL.search(buf[begin:at])
-        label = label[1].decode("utf-8", "replace") if label else ""
-        for name, number in zip(names, groups, strict=False):
-            if number is not None:
-                self.start.add(name, label, number)
-        end = buf.find(b"\n", at, at + RIGHT)
-        line = words.message(buf[begin : end if end > 0 else at + LEFT].decode("utf-8", "replace"))
-        for name in names:
-            self.start.raw.setdefault(name, line[:1000])
+    def apply(self, buf: bytes, begin: int, at: int, anchor: bytes) -> None:
+        """The figures and names of an anchor, by the rules that hold for it here."""
+        start = self.start
+        before, after = words.clean(buf[max(0, at - 240) : at]), words.clean(buf[at : at + 240])
+        for rule in words.RULES[anchor]:
+            right = rule.right.match(after)
+            left = rule.left.search(before) if right else None
+            if not left:
+                continue
+            groups = [*left.groups(), *right.groups()]
+            if not rule.is_figure:
+                ((name, value),) = zip(rule.names, filter(None, groups), strict=False)
+                texts = start.texts if name in ("architecture", "vllm_version", "model") else start.backends
+                texts.setdefault(name, value)
+                continue
+            label = words.LABEL.search(buf[begin:at])
+            line = words.message(buf[begin : at + RIGHT].split(b"\n", 1)[0].decode("utf-8", "replace"))
+            for name, number in zip(rule.names, groups, strict=False):
+                start.lines.setdefault(name, line[:1000])
+                if number is not None:
+                    start.add(name, label[1].decode("utf-8", "replace") if label else "", number)
 
     def error(self, buf: bytes, begin: int, at: int) -> None:
         end = buf.find(b"\n", at, at + 4096)
@@ -315,38 +329,21 @@ class _Reader:
         if self.start.stopped or words.is_quiet(buf[begin : at + 30].decode("latin-1"), at - begin):
             return
         text = words.message(buf[begin:end].decode("utf-8", "replace"))
-        if not text.strip() or text[0] in " \t^" or text.startswith(("Traceback", "INFO")):
+        if not text.strip() or text.startswith((" ", "\t", "^", "Traceback", "INFO")):
             return
-        for _ in range(6):  # a wrapped message goes on in lines that are no records of their own
-            after = buf.find(b"\n", end + 1, end + 1024)
-            line = buf[end + 1 : after if after >= 0 else end + 1].decode("utf-8", "replace")
-            if (
-                len(text) < 60
-                or not line.strip()
-                or words.RECORD.search(line)
-                or line.lstrip().startswith(("Traceback", "File", "During", "The above", "["))
-            ):
+        for line in buf[end + 1 : end + 6144].decode("utf-8", "replace").split("\n")[:6]:
+            # a wrapped message goes on in lines that are no records of their own
+            other = line.lstrip().startswith(("Traceback", "File", "During", "The above", "["))
+            if len(text) < 60 or not line.strip() or other or words.RECORD.search(line):
                 break
-            text, end = f"{text.rstrip()} {line.strip()}", after
-        start = self.start
-        if text in start.first_errors or (start.last_errors and start.last_errors[-1] == text):
-            return
-        if len(start.first_errors) < KEPT:
-            start.first_errors.append(text[:2000])
-        else:
-            start.last_errors.append(text[:2000])
-
-    def maybe_new_start(self, again: bool) -> None:
-        if again:
-            self.close()
-            self.start = _Start()
+            text = f"{text.rstrip()} {line.strip()}"
+        errors, text = self.start.errors, text[:2000]
+        if text not in errors:
+            del errors[KEPT : len(errors) - KEPT + 1]  # of many the first and the last
+            errors.append(text)
 
     def close(self) -> None:
-        log = self.start.finish()
-        if self.every or not self.done:
-            self.done.append(log)
-        else:
-            self.done[-1] = log
+        self.done = [*self.done, self.start.finish()] if self.every else [self.start.finish()]
 
 
 def read_log(source: str | Path | IO | Iterable[str | bytes]) -> StartupLog:
@@ -360,23 +357,18 @@ def read_all(source: str | Path | IO | Iterable[str | bytes]) -> list[StartupLog
 
 
 def _read(source: Any, every: bool) -> list[StartupLog]:
-    reader = _Reader(every)
-    tail, sample = b"", b""
+    reader, tail, sample, low = _Reader(every), b"", b"", 0
     for block in blocks(source):
-        buf = tail + block
+        tail += block
         sample = sample or block[:65536]
-        high = len(buf) - RIGHT
+        high = len(tail) - RIGHT
         if high > LEFT:
-            low = min(len(tail), LEFT) if reader.read else 0
-            reader.block(buf, low, high)
-            reader.read += 1
-            tail = buf[high - LEFT :]
-        else:
-            tail = buf
-    reader.block(tail, min(len(tail), LEFT) if reader.read else 0, len(tail))
+            reader.block(tail, low, high)
+            tail, low = tail[high - LEFT :], LEFT
+    reader.block(tail, low, len(tail))
     reader.close()
-    a_path = isinstance(source, str | Path)
-    if a_path and not any(s.figures or s.stages or s.runtime or s.errors for s in reader.done):
+    found = any(s.figures or s.stages or s.runtime or s.errors for s in reader.done)
+    if isinstance(source, str | Path) and not found:
         if not words.RECORD.search(sample.decode("utf-8", "replace")):
             raise BadInput(f"{source} holds no line of a vLLM log; give what `vllm serve` printed while it started.")
     return reader.done
