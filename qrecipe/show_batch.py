@@ -35,9 +35,8 @@ def distributions(
         ax.set_yticks(places, [repr(t) for t in tokens], fontsize=8.5)
         ax.set_ylim(len(tokens) - 0.4, -0.6)
         ax.grid(True, axis="x", color=GRID, linewidth=0.7)
-        said.append(
-            f"{name}: {max(after):.0%} for the likeliest, {sum(p > 0 for p in after)} of {len(tokens)} possible"
-        )
+        possible = sum(p > 0 for p in after)
+        said.append(f"{name}: {max(after):.0%} for the likeliest, {possible} of {len(tokens)} possible")
     for ax in axes[len(panels) :]:
         ax.set_visible(False)
     dashed = Line2D([], [], color=INK, linewidth=1.1, linestyle=(0, (2, 1.5)), label="without it")
@@ -48,13 +47,12 @@ def distributions(
 
 def _target(ax: Any, value: float) -> None:
     """A line across the axes, or a word at their top where it lies far above the curves and would flatten them."""
-    top, look = ax.get_ylim()[1], {"fontsize": 8.5, "color": INK, "in_layout": False}
-    if value > 1.5 * top:
-        ax.set_ylim(0, 1.12 * top)  # room for the word
-        ax.text(0.02, 0.99, f"target {value:g} lies above", transform=ax.transAxes, ha="left", va="top", **look)
+    look = {"fontsize": 8.5, "color": INK, "in_layout": False}
+    if value > 1.5 * ax.get_ylim()[1]:
+        ax.text(0.02, 0.97, f"target {value:g} lies above", transform=ax.transAxes, ha="left", va="top", **look)
         return
     ax.axhline(value, color=COLORS[5], linewidth=1.2, linestyle=":")
-    ax.set_ylim(0, max(top, 1.08 * value))
+    ax.set_ylim(0, max(ax.get_ylim()[1], 1.08 * value))
     ax.text(1, value, f"target {value:g}", transform=ax.get_yaxis_transform(), ha="right", va="bottom", **look)
 
 
@@ -72,25 +70,17 @@ def sweep(
         first = len(handles.keys() - lines.keys() - {"limit"})
         for i, (label, values) in enumerate(lines.items(), first):
             clean = [math.nan if v is None else float(v) for v in values]
-            look = {
-                "color": COLORS[i % 8],
-                "linestyle": DASHES[i % 4],
-                "marker": MARKERS[i % 6],
-                "markersize": 5,
-                "linewidth": 2,
-            }
-            handles.setdefault(label, ax.plot(concurrency, clean, label=label, **look)[0])
+            look = {"color": COLORS[i % 8], "linestyle": DASHES[i % 4], "marker": MARKERS[i % 6], "markersize": 5}
+            handles.setdefault(label, ax.plot(concurrency, clean, label=label, linewidth=2, **look)[0])
         ax.set_xscale("log", base=2)
         ax.set_xticks(concurrency, [str(c) for c in concurrency])
         ax.minorticks_off()
         ax.set_ylim(0, None)
         ax.grid(True, color=GRID, linewidth=0.7)
         if limit is not None and limit <= max(concurrency):
-            handles["limit"] = ax.axvline(
-                limit, color="#6b675c", linewidth=1.4, linestyle=(0, (4, 2)), label=f"{limit_name}: {limit:g} at once"
-            )
-        target = (targets or {}).get(name)
-        if target is not None:
+            look = {"color": "#6b675c", "linewidth": 1.4, "linestyle": (0, (4, 2))}
+            handles["limit"] = ax.axvline(limit, label=f"{limit_name}: {limit:g} at once", **look)
+        if (target := (targets or {}).get(name)) is not None:
             _target(ax, target)
     _legend(figure, list(handles.values()), 4)
     return _measured(figure)

@@ -38,41 +38,34 @@ def timeline(dissection: "Dissection | Sequence[Dissection]", names: Sequence[st
     title = _title(rows, names)
     figure = _figure(1.7 + 0.75 * len(rows), title)
     ax = _axes(figure, title, "ms since the call")
-    seen, end = [], 1e-3
+    seen, texts, end = set(), [], 1e-3
     for row, d in enumerate(rows):
         first, last = d.ttft, d.e2e
         end = max([end, last or 0.0, *(c.t for c in d.chunks)])
-        if first is not None:
-            ax.barh(row, first * 1000, height=0.46, facecolor=COLORS[7], hatch="///", edgecolor=CARD, linewidth=0.5)
         for kind, (color, half, _) in KINDS.items():
             times = [c.t * 1000 for c in d.chunks if c.kind == kind and c.tokens]
             if times:
-                seen.append(kind)
+                seen.add(kind)
                 ax.vlines(times, row - half, row + half, color=COLORS[color], linewidth=_thin(len(times)))
+        text = "" if d.complete else "the stream broke off"
         if first is not None and last is not None:
+            ax.barh(row, first * 1000, height=0.46, facecolor=COLORS[7], hatch="///", edgecolor=CARD, linewidth=0.5)
             text = f"TTFT {first * 1000:,.0f} ms · {d.completion_tokens} tokens · E2E {last * 1000:,.0f} ms"
-            ax.text(0, row - 0.37, text, fontsize=8.8, color=INK, va="bottom")
-        elif not d.complete:
-            ax.text(0, row - 0.37, "the stream broke off", fontsize=8.8, color=INK, va="bottom")
+        ax.text(0, row - 0.37, text, fontsize=8.8, color=INK, va="bottom")
+        texts.append(text)
     ax.set_ylim(len(rows) - 0.5, -0.72)
     ax.set_xlim(0, end * 1000 * 1.02)
     ax.set_yticks(range(len(rows)), names, color=INK)
     ax.spines["left"].set_visible(False)
     ax.tick_params(axis="y", length=0)
     ticks = [
-        Line2D([], [], color=COLORS[KINDS[k][0]], linestyle="", marker="|", markersize=26 * KINDS[k][1] + 4, markeredgewidth=2.4, label=KINDS[k][2])
-        for k in KINDS
-        if k in seen
+        Line2D([], [], color=COLORS[color], linestyle="", marker="|", markersize=26 * half + 4, markeredgewidth=2.4, label=label)
+        for kind, (color, half, label) in KINDS.items()
+        if kind in seen
     ]  # fmt: skip
     _legend(figure, [_patch(7, "up to the first token: wait and prefill"), *ticks], 3)
-    figure.alt = (
-        title
-        + ". "
-        + "; ".join(
-            f"{name or 'request'}: TTFT {1000 * (d.ttft or 0):.0f} ms, E2E {1000 * (d.e2e or 0):.0f} ms, {d.completion_tokens} tokens"
-            for name, d in zip(names, rows, strict=False)
-        )
-    )
+    said = [f"{name or 'request'}: {text}" for name, text in zip(names, texts, strict=False)]
+    figure.alt = f"{title}. {'; '.join(said)}"
     return _measured(figure)
 
 
@@ -82,9 +75,7 @@ def _title(rows: Sequence[Any], names: Sequence[str]) -> str:
         return f"{names[1] or 'The second'}: {rows[1].e2e / d.e2e:.1f} times the time of {names[0] or 'the first'}"
     if len(rows) > 1:
         return "The same clock for each: wait for the first token, then a tick a chunk"
-    if d.ttft is None or not d.e2e:
-        return "No token came"
-    return f"The first token took {d.ttft / d.e2e:.0%} of the request"
+    return f"The first token took {d.ttft / d.e2e:.0%} of the request" if d.ttft and d.e2e else "No token came"
 
 
 def _thin(count: int) -> float:
@@ -101,17 +92,12 @@ def patch_grid(image: Any, tokens: "ImageTokens") -> "Figure":
     ax = _axes(figure, title, "")
     shown = image.convert("RGB").resize((min(t.resized_w, 1600), min(t.resized_h, 1600)))
     ax.imshow(shown, extent=(0, t.resized_w, t.resized_h, 0), interpolation="nearest")
-    token = t.patch * t.merge
-    for step, width, color in ((t.patch, 0.4, "#9a978c"), (token, 1.1, INK)):
-        if t.resized_w / step > 160:
-            continue  # finer than the eye can follow
-        ax.vlines(range(0, t.resized_w + 1, step), 0, t.resized_h, color=color, linewidth=width)
-        ax.hlines(range(0, t.resized_h + 1, step), 0, t.resized_w, color=color, linewidth=width)
+    for step, width, color in ((t.patch, 0.4, "#9a978c"), (t.patch * t.merge, 1.1, INK)):
+        if t.resized_w / step <= 160:  # finer the eye cannot follow
+            ax.vlines(range(0, t.resized_w + 1, step), 0, t.resized_h, color=color, linewidth=width)
+            ax.hlines(range(0, t.resized_h + 1, step), 0, t.resized_w, color=color, linewidth=width)
     ax.set_xlim(0, t.resized_w)
     ax.set_ylim(t.resized_h, 0)
-    ax.set_xlabel(
-        f"pixels; thin lines: patches of {t.patch} × {t.patch}, dark lines: {t.merge} × {t.merge} patches become one token",
-        color=INK,
-        fontsize=9,
-    )
+    lines = f"pixels; thin lines: patches of {t.patch} × {t.patch}, dark lines: {t.merge} × {t.merge} patches become one token"
+    ax.set_xlabel(lines, color=INK, fontsize=9)
     return figure
