@@ -22,13 +22,13 @@ from .errors import RequestFailed
 from .request import dissect
 
 _MEANS = {
-    "ttft": "time_to_first_token_seconds", "itl": "inter_token_latency_seconds", "e2e": "e2e_request_latency_seconds",
-    "queue": "request_queue_time_seconds", "prefill": "request_prefill_time_seconds",
-    "decode": "request_decode_time_seconds",
+    "ttft": "time_to_first_token", "itl": "inter_token_latency", "e2e": "e2e_request_latency", "queue": "request_queue_time",
+    "prefill": "request_prefill_time", "decode": "request_decode_time",
 }  # fmt: skip
 _COUNTS = {
     "prompt_tokens": "prompt_tokens_total", "generation_tokens": "generation_tokens_total",
     "prefix_queries": "prefix_cache_queries_total", "prefix_hits": "prefix_cache_hits_total",
+    "steps": "inter_token_latency_seconds_count", "requests": "request_success_total",
 }  # fmt: skip
 
 
@@ -112,11 +112,10 @@ def read_metrics(base_url: str, *, after: Snapshot | None = None, requests: int 
             reply = httpx.get(url, timeout=timeout)
         except httpx.HTTPError as error:
             raise RequestFailed(f"nothing answers at {url} ({error}): start the server, or mend base_url.") from error
-        snapshot = parse_metrics(reply.text) if reply.status_code == 200 and "vllm:" in reply.text else None
-        if snapshot is None:
-            raise RequestFailed(
-                f"{url} has no vLLM metrics (status {reply.status_code}): is the server a vLLM, without --disable-log-stats?"
-            )
+        if reply.status_code != 200 or "vllm:" not in reply.text:
+            why = f"{url} has no vLLM metrics (status {reply.status_code}): is the server a vLLM, without --disable-log-stats?"
+            raise RequestFailed(why)
+        snapshot = parse_metrics(reply.text)
         if after is None or snapshot.finished >= after.finished + requests or time.perf_counter() > deadline:
             return snapshot
         time.sleep(0.02)
@@ -127,17 +126,15 @@ def difference(before: Snapshot, after: Snapshot) -> ServerSide:
     if after.finished < before.finished:
         raise RequestFailed("the server's counters went backwards: it was restarted between the two readings.")
 
-    def mean(name: str) -> float | None:
-        count = after[name + "_count"] - before[name + "_count"]
-        return (after[name + "_sum"] - before[name + "_sum"]) / count if count > 0 else None
+    def apart(name: str) -> float:
+        return after[name] - before[name]
 
-    return ServerSide(
-        requests=after.finished - before.finished,
-        steps=int(after["inter_token_latency_seconds_count"] - before["inter_token_latency_seconds_count"]),
-        kv_usage=after["kv_cache_usage_perc"],
-        **{key: mean(name) for key, name in _MEANS.items()},
-        **{key: int(after[name] - before[name]) for key, name in _COUNTS.items()},
-    )
+    means = {
+        key: apart(f"{name}_seconds_sum") / count if (count := apart(f"{name}_seconds_count")) > 0 else None
+        for key, name in _MEANS.items()
+    }
+    counts = {key: int(apart(name)) for key, name in _COUNTS.items()}
+    return ServerSide(kv_usage=after["kv_cache_usage_perc"], **means, **counts)
 
 
 def round_trip(client: Any, messages: list[dict], repeat: int = 7) -> float:
@@ -167,33 +164,35 @@ def compare(ours: Dissection, server: ServerSide, http: float = 0.0) -> list[Com
     see them. Tokens are held against each other one by one; ITL per engine step where a step made several tokens.
     Raises RequestFailed when the server counted other requests as well.
     """
-    if server.requests != 1:
+    if (n := server.requests) != 1:
         raise RequestFailed(
-            f"the server finished {server.requests} requests in between, not 1: hold the clock against an idle server."
+            f"the server finished {n} requests in between, not 1: hold the clock against an idle server."
         )
     gaps = ours.itl if server.steps == len(ours.itl) else ours.steps
-    less, out = " - HTTP" if http else "", []
+    less, rows = " - HTTP" if http else "", []
     if http and ours.ttft and server.ttft:
         raw = _in_ms("TTFT as measured", ours.ttft, server.ttft)._replace(agrees=None)
-        out = [raw, Comparison("HTTP alone", 1000 * http)]
-    times = [
+        rows = [raw, Comparison("HTTP alone", 1000 * http)]
+    for name, mine, theirs in (
         ("TTFT" + less, ours.ttft and ours.ttft - http, server.ttft),
         ("ITL, mean", statistics.fmean(gaps) if gaps else None, server.itl),
         ("E2E" + less, ours.e2e and ours.e2e - http, server.e2e),
-    ]
-    counts = [
+    ):
+        if mine is not None and theirs is not None:
+            rows.append(_in_ms(name, mine, theirs))
+    for name, count, told in (
         ("prompt tokens", ours.prompt_tokens, server.prompt_tokens),
         ("completion tokens", ours.completion_tokens, server.generation_tokens),
-    ]
-    out += [_in_ms(name, a, b) for name, a, b in times if a is not None and b is not None]
-    return out + [Comparison(name, a, b, "tokens", a - b, a == b) for name, a, b in counts if a is not None]
+    ):
+        if count is not None:
+            rows.append(Comparison(name, count, told, "tokens", count - told, count == told))
+    return rows
 
 
 def _in_ms(name: str, ours: float, servers: float, apart: float | None = None) -> Comparison:
     """A row of seconds, in ms; `apart` is their difference where it is not that of the two."""
     apart = ours - servers if apart is None else apart
-    agrees = abs(apart) <= max(0.003, 0.05 * servers)
-    return Comparison(name, 1000 * ours, 1000 * servers, "ms", 1000 * apart, agrees)
+    return Comparison(name, 1000 * ours, 1000 * servers, "ms", 1000 * apart, abs(apart) <= max(0.003, 0.05 * servers))
 
 
 def hold(client: Any, base_url: str, repeat: int = 5, **request: Any) -> list[Comparison]:
@@ -233,12 +232,8 @@ def _threads(base_url: str) -> list[Path]:
     ids, where = [os.getpid()], urlsplit(base_url)
     with suppress(psutil.Error, ValueError):
         if where.hostname in ("127.0.0.1", "localhost", "::1"):
-            found = [
-                c
-                for c in psutil.net_connections("tcp")
-                if c.status == psutil.CONN_LISTEN and c.laddr.port == where.port
-            ]
-            ids += [c.pid for c in found if c.pid]
+            ids += [c.pid for c in psutil.net_connections("tcp")
+                    if c.status == psutil.CONN_LISTEN and c.laddr.port == where.port and c.pid]  # fmt: skip
     return [file for i in ids if (file := Path(f"/proc/{i}/task/{i}/schedstat")).is_file()]
 
 
