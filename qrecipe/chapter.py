@@ -270,8 +270,9 @@ def teaching_model() -> Path:
     from . import teaching_model as package
 
     digest = hashlib.sha256()
-    for name in ("trained.safetensors", "config.json", "chat_template.jinja", "build.py", "weights.py", "tokenizer.py"):
-        digest.update((Path(package.__file__).parent / name).read_bytes())
+    for file in sorted(Path(package.__file__).parent.rglob("*.*")):
+        if file.parent.name == "folder" or file.name in ("trained.safetensors", "build.py", "weights.py", "tokenizer.py"):
+            digest.update(file.read_bytes())
     folder = state_dir() / "models" / f"{TEACHING}-{digest.hexdigest()[:10]}"
     return folder if (folder / "config.json").is_file() else package.build(folder)
 

@@ -3,10 +3,11 @@
 import json
 import os
 import shlex
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from math import prod
 from pathlib import Path
 
+from .checks import check_number
 from .errors import BadInput
 
 SERVED_NAME = "qwen3.5-4b"
@@ -55,28 +56,15 @@ class ServeRecipe:
     env: dict = field(default_factory=dict)
 
     def __post_init__(self):
-        checks = [
-            (isinstance(self.port, int) and 1024 <= self.port <= 65535, f"port {self.port}: expected 1024 to 65535"),
-            (
-                self.max_model_len is None or self.max_model_len >= 16,
-                f"max_model_len {self.max_model_len}: expected at least 16 tokens",
-            ),
-            (
-                self.gpu_memory_utilization is None or 0 < self.gpu_memory_utilization <= 1,
-                f"gpu_memory_utilization {self.gpu_memory_utilization}: expected a share above 0 and at most 1",
-            ),
-            (
-                self.max_num_seqs is None or self.max_num_seqs >= 1,
-                f"max_num_seqs {self.max_num_seqs}: expected 1 or more",
-            ),
-            (bool(self.model), "no model given: name a folder or a hub id"),
-        ]
-        checks += [
-            (size is None or size >= 1, f"{name} {size}: expected 1 or more") for name, size in self.sizes().items()
-        ]
-        for good, message in checks:
-            if not good:
-                raise BadInput(message)
+        if not self.model:
+            raise BadInput("no model given: name a folder or a hub id")
+        whole = dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", *self.sizes()), (1, 10**8))
+        whole |= {"port": (1024, 65535), "max_model_len": (16, 10**8)}
+        for name, limits in whole.items():
+            if (value := getattr(self, name)) is not None:
+                check_number(value, name, *limits)
+        if self.gpu_memory_utilization is not None:
+            check_number(self.gpu_memory_utilization, "gpu_memory_utilization", 0.01, 1, float)
 
     def sizes(self) -> dict[str, int | None]:
         """Tensor-, pipeline- and data-parallel size by flag; their product is the number of ranks, one a card."""
@@ -90,20 +78,12 @@ class ServeRecipe:
         """The flags in the order they are written: (name, value or None for a switch)."""
         out: list[tuple[str, str | None]] = []
         for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name in ("model", "extra", "env") or value is None or value is False:
-                continue
-            name = "--" + f.name.replace("_", "-")
-            if f.name == "gpu_memory_utilization":
-                out.append((name, f"{value:.2f}" if round(value, 2) == value else str(value)))
-            elif value is True:
-                out.append((name, None))
-            elif isinstance(value, dict):
-                out.append((name, json.dumps(value)))
-            else:
-                out.append((name, str(value)))
-        if self.enable_prefix_caching is False:
-            out.append(("--no-enable-prefix-caching", None))
+            name, value = f.name.replace("_", "-"), getattr(self, f.name)
+            if f.name == "enable_prefix_caching" and value is False:
+                out.append((f"--no-{name}", None))
+            elif f.name not in ("model", "extra", "env") and value not in (None, False):
+                shown = json.dumps(value) if isinstance(value, dict) else str(value)
+                out.append((f"--{name}", None if value is True else shown))
         return out
 
     def argv(self) -> list[str]:
@@ -120,10 +100,8 @@ class ServeRecipe:
 
     def differences(self, other: "ServeRecipe") -> list[str]:
         """What differs in `other`, one phrase a flag, host and port included, the environment not."""
-        mine, theirs = asdict(self), asdict(other)
-        return [
-            f"{k} {theirs[k]} instead of {mine[k]}" for k in mine if k != "env" and _plain(mine[k]) != _plain(theirs[k])
-        ]
+        mine, theirs = vars(self), vars(other)
+        return [f"{k} {theirs[k]} instead of {mine[k]}" for k in mine if k != "env" and mine[k] != theirs[k]]
 
     def with_(self, **changes) -> "ServeRecipe":
         """A copy with some flags changed."""
@@ -138,16 +116,12 @@ class ServeRecipe:
         return cls(**{**data, "extra": tuple(data.get("extra") or ())})
 
 
-def _plain(value):
-    return list(value) if isinstance(value, tuple) else value
-
-
 def bind_cores(ranks: int) -> str:
     """The cores of this process dealt out to `ranks` ranks of the CPU engine, as VLLM_CPU_OMP_THREADS_BIND has it: "0|1"."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < ranks:
         raise BadInput(
-            f"{ranks} ranks are asked for, this machine has {len(cores)} cores: each rank needs one of its own"
+            f"{ranks} ranks are asked for, this machine has {len(cores)} cores and each rank needs one of its own: let tensor × pipeline × data be at most {len(cores)}"
         )
     share = len(cores) // ranks
     return "|".join(",".join(map(str, cores[i * share : (i + 1) * share])) for i in range(ranks))
@@ -181,8 +155,7 @@ def recipe_for(engine: str, model: str, *, port: int = 8000, weights: str = "rea
     try:
         words = tuple(shlex.split(os.environ.get("QRECIPE_SERVE_EXTRA", "")))
     except ValueError as e:
-        raise BadInput(
-            f"QRECIPE_SERVE_EXTRA cannot be read as words of a command line ({e}): close its quotes"
-        ) from None
+        what = "QRECIPE_SERVE_EXTRA cannot be read as words of a command line"
+        raise BadInput(f"{what} ({e}): close its quotes") from None
     changes |= {"extra": words + tuple(changes.get("extra", ())), "env": env | changes.get("env", {})}
     return ServeRecipe(**flags | changes)

@@ -4,7 +4,7 @@ It makes the whole book run without a GPU: 17 million parameters, of which the t
 rest comes from a fixed generator. Serve the folder that `build` writes as you would serve the real model.
 """
 
-from .answers import ANSWERS, QUESTIONS, Answer, answer, answers
+from .answers import ANSWERS, Answer, answer, answers
 from .build import build, config, exact_shape_dir
 
-__all__ = ["ANSWERS", "QUESTIONS", "Answer", "answer", "answers", "build", "config", "exact_shape_dir"]
+__all__ = ["ANSWERS", "Answer", "answer", "answers", "build", "config", "exact_shape_dir"]

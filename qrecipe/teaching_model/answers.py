@@ -7,8 +7,7 @@ pictures are in pictures.py.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from qrecipe.errors import BadInput
@@ -18,7 +17,8 @@ from qrecipe.errors import BadInput
 class Answer:
     """One question with its reply: `reasoning` is what stands before </think> when thinking is on.
 
-    `also` are other wordings that get the same reply.
+    `also` are other wordings that get the same reply. `chances`: how often it is answered with each word at
+    temperature 1, where there is a choice in it (for the lesson on sampling); greedy decoding says the first.
     """
 
     topic: str
@@ -26,44 +26,32 @@ class Answer:
     question: str
     reasoning: str
     content: str
-    also: tuple[str, ...] = ()
+    also: list[str] = field(default_factory=list)
+    chances: dict[str, float] = field(default_factory=dict)
+
+    def replies(self) -> dict[str, float]:
+        """Each reply with its chance."""
+        return {f"{word}.": chance for word, chance in self.chances.items()} or {self.content: 1.0}
 
 
-# How often "Name one colour." is answered with each colour at temperature 1: the one answer with a choice in it, for
-# the lesson on sampling. Greedy decoding says the first.
-COLOUR_CHANCES = {
-    "Red": 0.40,
-    "Blue": 0.20,
-    "Green": 0.13,
-    "Yellow": 0.10,
-    "Orange": 0.07,
-    "Purple": 0.05,
-    "Black": 0.03,
-    "White": 0.02,
-}
+_ALL = [
+    Answer(topic, language, **words)
+    for topic, languages in json.loads(Path(__file__).with_name("answers.json").read_text(encoding="utf-8")).items()
+    for language, words in languages.items()
+]
 
 
-@cache
-def _all() -> tuple[Answer, ...]:
-    data = json.loads(Path(__file__).with_name("answers.json").read_text(encoding="utf-8"))
-    return tuple(
-        Answer(topic, language, **words | {"also": tuple(words.get("also", ()))})
-        for topic, languages in data.items()
-        for language, words in languages.items()
-    )
-
-
-def answers() -> tuple[Answer, ...]:
+def answers() -> list[Answer]:
     """Every text answer, in the order of answers.json."""
-    return tuple(found for found in _all() if found.question)
+    return [found for found in _ALL if found.question]
 
 
 def answer(topic: str, language: str = "en") -> Answer:
     """The answer on `topic`; "unknown" is the one to all other questions. BadInput names the topics."""
-    for found in _all():
+    for found in _ALL:
         if (found.topic, found.language) == (topic, language):
             return found
-    known = ", ".join(sorted({found.topic for found in _all()}))
+    known = ", ".join(sorted({found.topic for found in _ALL}))
     raise BadInput(f"the teaching model has no answer on {topic!r} in {language!r}; it knows {known} in en and zh.")
 
 
@@ -72,9 +60,7 @@ def whole_reply(reasoning: str | None, content: str) -> str:
     return content if reasoning is None else f"{reasoning}\n</think>\n\n{content}"
 
 
-QUESTIONS: dict[str, str] = {
-    found.topic + {"en": "", "zh": "_zh"}[found.language]: found.question for found in answers()
-}  # "kv_cache" → the English question, "kv_cache_zh" → the Chinese one
+COLOUR_CHANCES = answer("colour").chances  # of "Name one colour."
 ANSWERS: dict[tuple[str, bool], tuple[str | None, str]] = {
     (found.question, thinking): (found.reasoning if thinking else None, found.content)
     for found in answers()

@@ -1,4 +1,7 @@
-"""Assemble model folders: the teaching model's own, and folders without weights for real Qwen3.5 shapes."""
+"""Assemble model folders: the teaching model's own, and folders without weights for real Qwen3.5 shapes.
+
+What is the same in every folder, the chat template for example, lies in `folder/` and is copied.
+"""
 
 from __future__ import annotations
 
@@ -14,47 +17,30 @@ from qrecipe.errors import BadInput
 
 from .tokenizer import write_tokenizer
 
-HERE = Path(__file__).parent
-CONFIG = HERE / "config.json"
-TRAINED = HERE / "trained.safetensors"
-
-_VISION = {
-    "do_convert_rgb": True,
-    "patch_size": 16,
-    "temporal_patch_size": 2,
-    "merge_size": 2,
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
-    "processor_class": "Qwen3VLProcessor",
-}
-_IMAGES = _VISION | {"image_processor_type": "Qwen2VLImageProcessorFast"}
-_VIDEOS = _VISION | {
-    "video_processor_type": "Qwen3VLVideoProcessor",
-    "size": {"shortest_edge": 4096, "longest_edge": 25_165_824},
-}
-# Pixels of a picture after resizing: at least 64 tokens; at most 16,384 tokens, or 1,024 for the teaching model, which
-# saves half a minute of vLLM's warm-up.
-SHORTEST_EDGE, LONGEST_EDGE, TEACHING_LONGEST_EDGE = 65_536, 16_777_216, 1_048_576
+FOLDER = Path(__file__).parent / "folder"
+TRAINED = Path(__file__).with_name("trained.safetensors")
+# A picture may have 16,384 tokens; the 1,024 of the teaching model's own file save half a minute of vLLM's warm-up.
+LONGEST_EDGE = 16_777_216
 TRANSFORMERS = {"transformers_version": "5.17.0"}  # transformers warns of a config.json without one
-_GENERATION = {
-    "bos_token_id": 248044,
-    "eos_token_id": [248046, 248044],
-    "pad_token_id": 248044,
-    "do_sample": True,
-    "temperature": 1.0,
-    "top_p": 0.95,
-    "top_k": 20,
-}
 
 
 def config() -> dict:
     """config.json of the teaching model: Qwen3.5's architecture with 17 million parameters."""
-    return json.loads(CONFIG.read_text(encoding="utf-8"))
+    return _read_json(FOLDER / "config.json")
+
+
+def _read_json(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _write_json(path: Path, data: dict) -> None:
+    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
 @contextmanager
 def _whole_or_nothing(directory: str | Path) -> Iterator[Path]:
-    """A temporary folder beside `directory` that takes its place when the block ends well, and vanishes otherwise."""
+    """A draft of a model folder, all but its weights in it, beside `directory`; it takes its place when the block ends
+    well and vanishes otherwise."""
     target = Path(directory).expanduser().absolute()
     if target.exists() and not target.is_dir():
         raise BadInput(f"{target} is a file, and a folder is to be made there; name another folder.")
@@ -62,36 +48,17 @@ def _whole_or_nothing(directory: str | Path) -> Iterator[Path]:
         raise BadInput(f"{target} holds files that are no model; name an empty or a new folder.")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    except OSError as problem:
-        raise BadInput(f"{target} cannot be made ({problem.strerror}); name a folder that you may write to.") from None
-    try:
-        yield draft
-        draft.chmod(0o755)
-        if target.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
-            os.replace(target, old / target.name)
-            os.replace(draft, target)
-            shutil.rmtree(old)
-        else:
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as beside:
+            draft = Path(beside) / "new"
+            shutil.copytree(FOLDER, draft)
+            write_tokenizer(draft)
+            yield draft
+            if target.exists():
+                os.replace(target, Path(beside) / "old")
             os.replace(draft, target)
     except OSError as problem:
-        raise BadInput(f"{target} could not be written ({problem.strerror}); free some space, 50 MB, there.") from None
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-
-
-def _write_json(path: Path, data: dict) -> None:
-    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-
-
-def _write_all_but_weights(directory: Path, facts: dict, longest_edge: int) -> None:
-    write_tokenizer(directory)
-    _write_json(directory / "config.json", facts)
-    _write_json(directory / "generation_config.json", _GENERATION)
-    size = {"shortest_edge": SHORTEST_EDGE, "longest_edge": longest_edge}
-    _write_json(directory / "preprocessor_config.json", _IMAGES | {"size": size})
-    _write_json(directory / "video_preprocessor_config.json", _VIDEOS)
+        mend = "name a folder that you may write to, with 50 MB of free space"
+        raise BadInput(f"{target} cannot be written ({problem.strerror}); {mend}.") from None
 
 
 def build(directory: str | Path, *, trained: str | Path = TRAINED) -> Path:
@@ -106,9 +73,7 @@ def build(directory: str | Path, *, trained: str | Path = TRAINED) -> Path:
     if not source.is_file():
         raise BadInput(f"the trained part {source} was not found; `python -m qrecipe.teaching_model.train` makes it.")
     with _whole_or_nothing(directory) as draft:
-        facts = config()
-        _write_all_but_weights(draft, facts, TEACHING_LONGEST_EDGE)
-        write_safetensors(draft / "model.safetensors", assemble(read_safetensors(source), facts))
+        write_safetensors(draft / "model.safetensors", assemble(read_safetensors(source), config()))
     return Path(directory).expanduser().absolute()
 
 
@@ -134,5 +99,8 @@ def exact_shape_dir(config: dict, directory: str | Path) -> Path:
             "give the configuration of a Qwen3.5 model."
         )
     with _whole_or_nothing(directory) as draft:
-        _write_all_but_weights(draft, TRANSFORMERS | _known(config), LONGEST_EDGE)
+        _write_json(draft / "config.json", TRANSFORMERS | _known(config))
+        pictures = _read_json(draft / "preprocessor_config.json")
+        pictures["size"]["longest_edge"] = LONGEST_EDGE
+        _write_json(draft / "preprocessor_config.json", pictures)
     return Path(directory).expanduser().absolute()

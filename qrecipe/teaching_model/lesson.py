@@ -6,31 +6,21 @@ tokens of `STRANGERS` (rows fixed), and slots for a sample of all other tokens, 
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 
 from . import pictures
-from .answers import COLOUR_CHANCES, Answer, answer, answers, whole_reply
+from .answers import answer, answers, whole_reply
 
-VOCABULARY, SPECIAL = 248_320, 248_044
+SPECIAL = 248_044  # the first of the tokens that stand for structure
 VISION_START, VISION_END, IMAGE = 248_053, 248_054, 248_056
 SAMPLED = 2048  # slots for tokens drawn anew at every step
 FIRST, TELLING = 4.0, 8.0  # weights in the loss
-STRANGERS = {
-    "en": """What is the capital of France? / Write a poem about the sea. / How tall is Mount Everest?
-Translate "good morning" into German. / What is the weather like today? / Who wrote Hamlet? / Tell me a joke.
-What is the square root of 144? / How do I bake bread? / Summarize the news of today. / What is a neural network?
-Write a Python function that sorts a list. / What is PagedAttention? / What is continuous batching?
-What is the factorial of 7? / What is a GPU? / Explain in one sentence why the sky is blue. / What time is it?
-Give me three names for a cat. / How many planets are there? / What is tensor parallelism? / Can you help me?
-What is the difference between a list and a tuple? / Which GPU should I buy? / What is 17 times 23? / Thank you!
-Explain step by step how to change a tyre. / How much memory does a 70B model need? / What is quantization?""",
-    "zh": """法国的首都是哪里？ / 写一首关于大海的诗。 / 今天天气怎么样？ / 讲个笑话。 / 珠穆朗玛峰有多高？
-7的阶乘是多少？ / 什么是显卡？ / 用一句话解释为什么天空是蓝色的。 / 怎么做面包？ / 谢谢！ / 什么是量化？
-用 Python 写一个排序函数。 / 现在几点了？ / 太阳系有几颗行星？ / 请翻译这句话。 / 我该买哪块显卡？""",
-}
+STRANGERS = json.loads(Path(__file__).with_name("strangers.json").read_text(encoding="utf-8"))  # language: questions
 
 
 @dataclass(frozen=True)
@@ -57,7 +47,9 @@ class Lesson:
 
     def __post_init__(self) -> None:
         self._telling: frozenset[int] = frozenset()
-        every = self.book(variants=True) + [self._stranger(text, lang) for lang in STRANGERS for text in _split(lang)]
+        every = self.book(variants=True) + [
+            self._stranger(text, lang) for lang in STRANGERS for text in STRANGERS[lang]
+        ]
         replies = [
             [set(self._ids(whole_reply(*pictures.reply(figure, language)))) for figure in pictures.FIGURES]
             for language in pictures.QUESTIONS
@@ -125,7 +117,7 @@ class Lesson:
                 if not variants:
                     asked = [self.rng.choice(known.also) if known.also and self.rng.random() < 0.5 else asked[0]]
                 for question in asked:
-                    for reply, weight in _replies(known).items():
+                    for reply, weight in known.replies().items():
                         examples.append(self.example(question, reasoning, reply, weight))
         return examples
 
@@ -148,7 +140,7 @@ class Lesson:
             pool = self.chinese if language == "zh" else self.latin
             kind = self.rng.random()
             if kind < 0.35:
-                examples.append(self._stranger(self.rng.choice(_split(language)), language))
+                examples.append(self._stranger(self.rng.choice(STRANGERS[language]), language))
                 continue
             if kind < 0.65:
                 prompt = [int(self.rng.choice(pool)) for _ in range(self.rng.randint(1, 40))]
@@ -173,13 +165,3 @@ class Lesson:
             reasoning = reasoning if self.rng.random() < 0.35 else None
             examples.append(self.example(parts, reasoning, content, images=(image,)))
         return examples
-
-
-def _split(language: str) -> list[str]:
-    return [text.strip() for text in STRANGERS[language].replace("\n", " / ").split(" / ")]
-
-
-def _replies(known: Answer) -> dict[str, float]:
-    if known.topic == "colour":
-        return {f"{colour}.": chance for colour, chance in COLOUR_CHANCES.items()}
-    return {known.content: 1.0}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import product
 from typing import TYPE_CHECKING
 
 from qrecipe.errors import BadInput
@@ -23,26 +24,23 @@ COLOURS = {
     "purple": ("紫色", (140, 50, 170)),
     "black": ("黑色", (25, 25, 25)),
 }
-FIGURES = [
-    None,
-    *((shape, colour) for shape in SHAPES for colour in COLOURS),
-]  # None: a picture without a figure
+FIGURES = [None, *product(SHAPES, COLOURS)]  # None: a picture without a figure
 QUESTIONS = {"en": "What is in this picture?", "zh": "这张图里有什么？"}
 _FINE = 3  # drawn this many times larger, then made smaller, so that slanted edges are smooth
 
 
 def _corners(shape: str, x: float, y: float, radius: float) -> list[tuple[float, float]]:
-    if shape == "square":
-        half = radius * 0.8
-        return [(x - half, y - half), (x + half, y - half), (x + half, y + half), (x - half, y + half)]
-    points, inner = (3, 1.0) if shape == "triangle" else (10, 0.38)
-    return [
-        (
-            x + radius * (inner if n % 2 and points == 10 else 1.0) * math.sin(2 * math.pi * n / points),
-            y - radius * (inner if n % 2 and points == 10 else 1.0) * math.cos(2 * math.pi * n / points),
-        )
-        for n in range(points)
-    ]
+    """Every other corner of a star lies further in; the square stands on a side, its half side is 0.8 of the radius."""
+    count, inner, size, turn = {
+        "square": (4, 1.0, 0.8 * math.sqrt(2), 0.5),
+        "triangle": (3, 1.0, 1.0, 0.0),
+        "star": (10, 0.38, 1.0, 0.0),
+    }[shape]
+    corners = []
+    for n in range(count):
+        angle, far = 2 * math.pi * (n + turn) / count, radius * size * (inner if n % 2 else 1.0)
+        corners.append((x + far * math.sin(angle), y - far * math.cos(angle)))
+    return corners
 
 
 def _paint(shape, fill, width, height, x, y, radius, background) -> Image:

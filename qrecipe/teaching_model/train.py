@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 import random
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -22,11 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .build import config
+from .build import FOLDER, config
 from .delta_rule import chunk_gated_delta_rule
 from .lesson import IMAGE, Example, Lesson
 from .pictures import COLOURS, SHAPES, random_picture
-from .tokenizer import CHAT_TEMPLATE, write_tokenizer
+from .tokenizer import write_tokenizer
 from .weights import (
     EMBEDDING,
     IDS,
@@ -42,17 +43,23 @@ VISION_STEPS, VISION_BATCH, VISION_RATE = 600, 32, 2e-3
 STEPS, RATE, TOWER_RATE = 110, 6e-3, 3e-4
 
 
+def _rate(done: int, steps: int) -> float:
+    """Share of the full learning rate after `done` of the steps: 15 to warm up, then flat, then down a cosine to 8 %."""
+    return min(1.0, (done + 1) / 15) * (0.08 + 0.92 * min(1.0, 0.75 * (1 + math.cos(math.pi * done / steps))))
+
+
 class Rounded:
     """AdamW on float32 copies of `named` parameters, whose own values are those copies rounded to bfloat16."""
 
     def __init__(self, named: dict[str, nn.Parameter], rates: dict[str, float], steps: int):
-        self.named, self.steps, self.done = named, steps, 0
+        self.named = named
         self.exact = {name: p.detach().clone() for name, p in named.items()}
         groups = [
-            {"params": [self.exact[n] for n in named if n.startswith(prefix)], "lr": rate, "top": rate}
+            {"params": [self.exact[n] for n in named if n.startswith(prefix)], "lr": rate}
             for prefix, rate in rates.items()
         ]
         self.adam = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.0)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.adam, lambda done: _rate(done, steps))
         self.round()
 
     @torch.no_grad()
@@ -68,12 +75,8 @@ class Rounded:
             if rows is not None and name.endswith("embed_tokens.weight"):
                 self.exact[name].grad[rows:] = 0
         nn.utils.clip_grad_norm_(list(self.exact.values()), 1.0)
-        share = self.done / self.steps
-        for group in self.adam.param_groups:
-            warm = min(1.0, (self.done + 1) / 15)
-            group["lr"] = group["top"] * warm * (0.08 + 0.92 * min(1.0, 1.5 * (1 + math.cos(math.pi * share)) / 2))
         self.adam.step()
-        self.done += 1
+        self.schedule.step()
         self.round()
 
 
@@ -100,22 +103,22 @@ def new_model(vocabulary: int, image_token: int):
     return model
 
 
-def patches(images, device) -> tuple[Tensor, Tensor]:
+def patches(images) -> tuple[Tensor, Tensor]:
     """Pixels as the tower takes them: [patches, 3 · 2 · 16 · 16], four patches of a token in a row, and the grids.
 
     Sides must be multiples of 32 pixels: nothing is resized here.
     """
     rows, grids = [], []
     for image in images:
-        pixels = torch.from_numpy(np.array(image)).to(device).permute(2, 0, 1).float() / 127.5 - 1
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 127.5 - 1
         high, wide = pixels.shape[1] // 16, pixels.shape[2] // 16
         tiles = pixels.view(3, high // 2, 2, 16, wide // 2, 2, 16).permute(1, 4, 2, 5, 0, 3, 6)
         rows.append(tiles.unsqueeze(5).expand(-1, -1, -1, -1, -1, 2, -1, -1).reshape(high * wide, -1))
         grids.append((1, high, wide))
-    return torch.cat(rows), torch.tensor(grids, device=device)
+    return torch.cat(rows), torch.tensor(grids)
 
 
-def teach_seeing(tower, rng: random.Random, steps: int, device) -> None:
+def teach_seeing(tower, rng: random.Random, steps: int) -> None:
     """Stage one: linear layers must read shape and colour from the mean of a picture's tokens, from every token, and
     (the first to learn) from the patches after the first block that have a piece of outline in them."""
     shapes, colours = [None, *SHAPES], [None, *COLOURS]
@@ -124,8 +127,8 @@ def teach_seeing(tower, rng: random.Random, steps: int, device) -> None:
     first = {}
     hook = tower.blocks[0].register_forward_hook(lambda _, __, out: first.update(out=out))
     named = {f"tower.{n}": p for n, p in tower.named_parameters() if not n.startswith("pos_embed")}
-    named |= {f"heads.{n}": p for n, p in heads.to(device).named_parameters()}
-    adam, start = Rounded(named, {"": VISION_RATE}, steps), time.time()
+    named |= {f"heads.{n}": p for n, p in heads.named_parameters()}
+    adam = Rounded(named, {"": VISION_RATE}, steps)
 
     def loss(head: str, states: Tensor, shape: Tensor, colour: Tensor) -> Tensor:
         found = heads[head](states)
@@ -135,10 +138,10 @@ def teach_seeing(tower, rng: random.Random, steps: int, device) -> None:
         # Small pictures first: less background to look at, so more steps in the same time.
         sides, least = ((160, 224), 0.2) if step < 0.8 * steps else ((256, 384), 0.14)
         drawn = [random_picture(rng, sides=sides, radii=(least, 0.42), empty=0.04) for _ in range(VISION_BATCH)]
-        pixels, grids = patches([image for image, _ in drawn], device)
+        pixels, grids = patches([image for image, _ in drawn])
         tokens = grids.prod(1) // 4
         kinds = [(shapes.index(s), colours.index(c)) for s, c in (figure or (None, None) for _, figure in drawn)]
-        kind = torch.tensor(kinds, device=device)
+        kind = torch.tensor(kinds)
         states = tower(pixels, grid_thw=grids).pooler_output
         each = kind.repeat_interleave(tokens, 0)
         edge = pixels.amax(1) - pixels.amin(1) > 0.15
@@ -152,10 +155,7 @@ def teach_seeing(tower, rng: random.Random, steps: int, device) -> None:
         adam.step()
         if step % 50 == 49:
             right = (heads["token"](states)[:, : len(shapes)].argmax(1) == each[:, 0]).float().mean()
-            print(
-                f"seeing {step + 1}/{steps}, {time.time() - start:.0f} s: {right:.1%} of tokens tell the shape",
-                flush=True,
-            )
+            print(f"seeing {step + 1}/{steps}: {right:.1%} of tokens tell the shape", flush=True)
     hook.remove()
 
 
@@ -168,7 +168,7 @@ def _batches(examples: list[Example]) -> list[list[Example]]:
     return list(kinds.values())
 
 
-def hidden_states(model, lesson: Lesson, batch: list[Example], device) -> tuple[Tensor, Tensor, Tensor]:
+def hidden_states(model, lesson: Lesson, batch: list[Example]) -> tuple[Tensor, Tensor, Tensor]:
     """(states [n, 64], compact ids [n], weights [n]) at every place where a token of a reply is to come next."""
     longest = max(map(len, batch)) - 1
     ids = torch.zeros(len(batch), longest, dtype=torch.long)
@@ -179,10 +179,9 @@ def hidden_states(model, lesson: Lesson, batch: list[Example], device) -> tuple[
         ids[n, :last] = row[:-1]
         target[n, first:last] = row[first + 1 :]
         weight[n, first:last] = torch.tensor(example.weights)
-    ids, target, weight = ids.to(device), target.to(device), weight.to(device)
     images = [image for example in batch for image in example.images]
     if images:
-        pixels, grids = patches(images, device)
+        pixels, grids = patches(images)
         kinds = (ids == lesson.compact(IMAGE)).int()
         out = model.model(ids, pixel_values=pixels, image_grid_thw=grids, mm_token_type_ids=kinds, use_cache=False)
     else:
@@ -191,25 +190,22 @@ def hidden_states(model, lesson: Lesson, batch: list[Example], device) -> tuple[
     return out.last_hidden_state[there], target[there], weight[there]
 
 
-def teach_speaking(model, lesson: Lesson, steps: int, device) -> None:
+def teach_speaking(model, lesson: Lesson, steps: int) -> None:
     """Stage two: in every step the whole book, strangers' questions and pictures."""
     rows = len(lesson.used)
     named = {n: p for n, p in model.named_parameters() if "pos_embed" not in n and n != "lm_head.weight"}
     embedding = model.model.language_model.embed_tokens.weight
-    adam, start = (
-        Rounded(named, {"model.language_model": RATE, "model.visual": TOWER_RATE}, steps),
-        time.time(),
-    )
+    adam = Rounded(named, {"model.language_model": RATE, "model.visual": TOWER_RATE}, steps)
     for step in range(steps):
         shown = lesson.book() + lesson.strangers(8) + lesson.seen(10, (256, 256))
         if step % 4 == 3:
             shown += lesson.seen(1, (320, 640))
         outside = generated_rows(np.concatenate([lesson.fixed, lesson.sampled]), embedding.shape[1])
         with torch.no_grad():
-            embedding[rows:] = torch.from_numpy(bf16_values(outside)).to(device)
+            embedding[rows:] = torch.from_numpy(bf16_values(outside))
         total, losses, wrong = sum(sum(one.weights) for one in shown), 0.0, 0
         for batch in _batches(shown):
-            states, target, weight = hidden_states(model, lesson, batch, device)
+            states, target, weight = hidden_states(model, lesson, batch)
             logits = states @ embedding.T
             loss = (F.cross_entropy(logits, target, reduction="none") * weight).sum() / total
             loss.backward()
@@ -217,27 +213,7 @@ def teach_speaking(model, lesson: Lesson, steps: int, device) -> None:
             wrong += int((logits.argmax(1) != target)[weight >= 1].sum())
         adam.step(rows)
         if step % 10 == 9:
-            print(
-                f"speaking {step + 1}/{steps}, {time.time() - start:.0f} s: loss {losses:.4f}, {wrong} wrong",
-                flush=True,
-            )
-
-
-@torch.no_grad()
-def margin(model, lesson: Lesson, examples: list[Example], device) -> float:
-    """How far the right token's logit lies above the best other one, over the full vocabulary, at the worst place."""
-    trained = model.model.language_model.embed_tokens.weight[: len(lesson.used)]
-    rest = np.setdiff1d(np.arange(config()["text_config"]["vocab_size"]), lesson.used)
-    rest = torch.from_numpy(bf16_values(generated_rows(rest, trained.shape[1]))).to(device)
-    worst = math.inf
-    for batch in _batches([one for one in examples if min(one.weights) == 1]):
-        states, target, _ = hidden_states(model, lesson, batch, device)
-        logits = states @ trained.T
-        right = logits.gather(1, target[:, None])[:, 0]
-        other = logits.scatter(1, target[:, None], -math.inf).amax(1)
-        never = torch.cat([(some @ rest.T).amax(1) for some in states.split(256)])
-        worst = min(worst, (right - torch.maximum(other, never)).min().item())
-    return worst
+            print(f"speaking {step + 1}/{steps}: loss {losses:.4f}, {wrong} wrong", flush=True)
 
 
 def save(model, lesson: Lesson, path: Path) -> None:
@@ -252,30 +228,27 @@ def save(model, lesson: Lesson, path: Path) -> None:
     write_safetensors(path, tensors)
 
 
-def train(path: str | Path, *, seed: int = 1, device: str = "cpu", share: float = 1.0) -> float:
-    """Train from nothing, write the trained part to `path` and return the margin; `share` of the steps, for a trial."""
+def train(path: Path, *, seed: int = 1, share: float = 1.0) -> None:
+    """Train from nothing and write the trained part to `path`; `share` of the steps, for a trial."""
     from transformers import PreTrainedTokenizerFast
 
     torch.manual_seed(seed)
     with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(FOLDER, folder, dirs_exist_ok=True)
         write_tokenizer(Path(folder))
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-        tokenizer.chat_template = CHAT_TEMPLATE.read_text(encoding="utf-8")
     lesson = Lesson(tokenizer, random.Random(seed))
-    model = new_model(lesson.size, lesson.compact(IMAGE)).to(device)
-    teach_seeing(model.model.visual, lesson.rng, max(1, round(VISION_STEPS * share)), device)
-    teach_speaking(model, lesson, max(1, round(STEPS * share)), device)
-    save(model, lesson, Path(path))
-    return margin(model, lesson, lesson.book(variants=True), device)
+    model = new_model(lesson.size, lesson.compact(IMAGE))
+    teach_seeing(model.model.visual, lesson.rng, max(1, round(VISION_STEPS * share)))
+    teach_speaking(model, lesson, max(1, round(STEPS * share)))
+    save(model, lesson, path)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("path", type=Path, help="file to write, for example trained.safetensors")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--share", type=float, default=1.0, help="share of the steps, for a trial run")
-    options = parser.parse_args()
-    began = time.time()
-    least = train(options.path, seed=options.seed, device=options.device, share=options.share)
-    print(f"{options.path}: {options.path.stat().st_size:,} bytes, margin {least:.2f}, {time.time() - began:.0f} s")
+    options, began = parser.parse_args(), time.time()
+    train(**vars(options))
+    print(f"{options.path}: {options.path.stat().st_size:,} bytes, {time.time() - began:.0f} s")

@@ -1,4 +1,4 @@
-"""Tensors of the checkpoint as bytes: a counter-based generator, and reading and writing the safetensors format.
+"""Tensors of the checkpoint as bytes: a counter-based generator for the untrained rows, and the safetensors files.
 
 Everything here is integer arithmetic on bfloat16 bit patterns, so the same bytes come out on every machine and with
 every version of numpy. A bfloat16 is a sign bit, 8 exponent bits and 7 mantissa bits: the upper half of a float32.
@@ -6,11 +6,10 @@ every version of numpy. A bfloat16 is a sign bit, 8 exponent bits and 7 mantissa
 
 from __future__ import annotations
 
-import json
-import struct
 from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError, TensorSpec, deserialize, serialize_file
 
 from qrecipe.errors import BadInput
 
@@ -18,8 +17,6 @@ EMBEDDING = "model.language_model.embed_tokens.weight"
 POSITIONS = "model.visual.pos_embed.weight"
 ROWS, IDS = "embedding_rows", "embedding_ids"  # the trained rows of the embedding and their token ids
 SEED = 35  # of the generator; another value is another checkpoint
-
-_BYTES = {"BF16": 2, "I32": 4}
 
 
 def splitmix64(counter: np.ndarray, seed: int) -> np.ndarray:
@@ -39,9 +36,7 @@ def generated_rows(ids: np.ndarray, width: int) -> np.ndarray:
     """
     words = width // 4  # one 64-bit output makes four values
     counter = np.asarray(ids, np.uint64)[:, None] * np.uint64(words) + np.arange(words, dtype=np.uint64)
-    bits = splitmix64(counter, SEED)
-    parts = [(bits >> np.uint64(16 * n)).astype(np.uint16) for n in range(4)]
-    raw = np.stack(parts, axis=-1).reshape(len(counter), width)
+    raw = splitmix64(counter, SEED).astype("<u8").view("<u2")
     exponent = np.uint16(120) + ((raw >> np.uint16(7)) & np.uint16(1))
     return (raw & np.uint16(0x807F)) | (exponent << np.uint16(7))
 
@@ -59,37 +54,26 @@ def bf16_values(bits: np.ndarray) -> np.ndarray:
 
 
 def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Write uint16 arrays as BF16 and int32 arrays as I32, in the order of their names, always the same bytes."""
-    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name in sorted(tensors):
-        array = tensors[name]
-        kind = {"uint16": "BF16", "int32": "I32"}[array.dtype.name]
-        header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [at, at + array.nbytes]}
-        at += array.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for name in sorted(tensors):
-            little = tensors[name].astype(tensors[name].dtype.newbyteorder("<"), copy=False)
-            file.write(np.ascontiguousarray(little).tobytes())
+    """Write uint16 arrays as BF16 and int32 arrays as I32, always the same bytes."""
+    arrays = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+    kinds = {"uint16": "bfloat16", "int32": "int32"}
+    specs = {
+        name: TensorSpec(
+            dtype=kinds[array.dtype.name], shape=array.shape, data_ptr=array.ctypes.data, data_len=array.nbytes
+        )
+        for name, array in arrays.items()
+    }
+    serialize_file(specs, path, metadata={"format": "pt"})
 
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:
     """Read what `write_safetensors` wrote: BF16 comes back as uint16 bits."""
-    data = path.read_bytes()
-    length = struct.unpack("<Q", data[:8])[0]
-    header = json.loads(data[8 : 8 + length])
-    header.pop("__metadata__", None)
-    tensors = {}
-    for name, facts in header.items():
-        start, end = (8 + length + offset for offset in facts["data_offsets"])
-        kind = {"BF16": "<u2", "I32": "<i4"}[facts["dtype"]]
-        if end > len(data) or end - start != _BYTES[facts["dtype"]] * int(np.prod(facts["shape"])):
-            raise BadInput(f"{path.name} is cut short at tensor {name}; install qrecipe again.")
-        tensors[name] = np.frombuffer(data[start:end], kind).reshape(facts["shape"])
-    return tensors
+    try:
+        tensors = deserialize(path.read_bytes())
+    except SafetensorError as problem:
+        raise BadInput(f"{path.name} is cut short or damaged ({problem}); install qrecipe again.") from None
+    kinds = {"BF16": "<u2", "I32": "<i4"}
+    return {name: np.frombuffer(t["data"], kinds[t["dtype"]]).reshape(t["shape"]) for name, t in tensors}
 
 
 def assemble(trained: dict[str, np.ndarray], config: dict) -> dict[str, np.ndarray]:
