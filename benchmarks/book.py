@@ -75,7 +75,7 @@ def run_book(chapters: list[str], folder: Path, port: int) -> tuple[float, float
     for name in ("sitecustomize.py", "book_recorder.py"):
         (folder / "recorder" / name).write_text(RECORDER)
     env = os.environ | {
-        "QRECIPE_STATE": str(folder / "state"), "BOOK_RECORD": str(folder / "record"), "PYTHONPATH": str(folder / "recorder"),
+        "QRECIPE_STATE": str(folder / "state"), "BOOK_RECORD": str(folder / "record"), "PYTHONPATH": f"{folder / 'recorder'}:{os.environ.get('PYTHONPATH', '')}",
         "QRECIPE_SERVE_EXTRA": "--middleware book_recorder.Requests",
     }  # fmt: skip
     build = "from qrecipe.chapter import teaching_model; teaching_model()"

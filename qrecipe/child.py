@@ -7,9 +7,7 @@ good order.
 
 import os
 import select
-import signal
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -19,8 +17,8 @@ from pathlib import Path
 import psutil
 
 from .errors import ServerFailed
-from .paths import homeless
-from .processes import TOKEN, Pid, die_with_parent, end_all, server_processes
+from .processes import Guard, Pid, die_with_parent, end_all, environment, server_processes
+from .serving import diagnosis, tail
 
 
 class Child:
@@ -28,31 +26,12 @@ class Child:
 
     def __init__(self, argv: Sequence[str], log: Path, env: dict | None = None):
         self.argv, self.log, self.token, self._rest = list(argv), Path(log), uuid.uuid4().hex, b""
-        environment = {k: v for k, v in os.environ.items() if k != "OPENBLAS_CORETYPE"} | (env or {})
-        environment |= homeless() | {
-            TOKEN: self.token,
-            "PYTHONUNBUFFERED": "1",
-            "SPT_NOENV": "1",
-        }  # process titles must not wipe the token
-        environment["PATH"] = str(Path(sys.executable).parent) + os.pathsep + environment.get("PATH", "")
-        self._start_guard()
+        self._guard: Guard | None = Guard(self.token, Pid.users())
         with open(self.log, "ab") as out:
             self.process = subprocess.Popen(
-                self.argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out, env=environment,
-                start_new_session=True, preexec_fn=die_with_parent,
+                self.argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out,
+                env=environment(self.token, env or {}), start_new_session=True, preexec_fn=die_with_parent,
             )  # fmt: skip
-
-    def _start_guard(self) -> None:
-        read, self._pipe = os.pipe()
-        owners = [Pid.of(os.getpid())]
-        if "ipykernel" in " ".join(psutil.Process().cmdline()):
-            owners.append(Pid.of(os.getppid()))  # papermill or Jupyter: a kernel without it is of no use to anybody
-        words = [f"{p.pid}:{p.ticks}" for p in owners]
-        self._guard = subprocess.Popen(
-            [sys.executable, "-m", "qrecipe.child", self.token, *words],
-            stdin=read, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
-        os.close(read)
 
     def send(self, line: str) -> None:
         """One line to the child's stdin; ServerFailed when it has ended."""
@@ -97,13 +76,10 @@ class Child:
 
     def why(self) -> str:
         """Why it ended: the cause that its log names, with the mend, else the log's last line."""
-        from .startup_log import read_log
-
-        with suppress(Exception):  # an empty log adds nothing
-            if failure := read_log(self.log).failure:
-                return f"{failure['text']} - {failure['cause']}. Mend: {failure['mend']}. Log: {self.log}"
-        lines = self.log.read_text(errors="replace").strip().splitlines() if self.log.is_file() else []
-        return f"the process ended (exit code {self.process.poll()}): {lines[-1] if lines else 'it said nothing'}. Log: {self.log}"
+        if found := diagnosis(self.log):
+            return f"{found['text']} - {found['cause']}. Mend: {found['mend']}. Log: {self.log}"
+        said = tail(self.log, 1) or "it said nothing"
+        return f"the process ended (exit code {self.process.poll()}): {said}. Log: {self.log}"
 
     def end(self, patience: float = 0.0) -> list[int]:
         """End the child and its offspring: its stdin is closed, and what is left after `patience` seconds is killed.
@@ -115,26 +91,7 @@ class Child:
         left = end_all(self.token)
         self.process.wait(10)
         self.process.stdout.close()
-        if self._pipe is not None:
-            with suppress(BrokenPipeError):
-                os.write(self._pipe, b"done")
-            os.close(self._pipe)
-            self._pipe = None
-            self._guard.wait(10)
+        if self._guard:
+            self._guard.dismiss()
+            self._guard = None
         return left
-
-
-def guard(token: str, owners: list[Pid]) -> None:
-    """Wait for the parent's word on stdin; without one, or when an owner is gone, end everything of this token."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    while all(p.alive() for p in owners):
-        if select.select([0], [], [], 0.5)[0]:
-            if os.read(0, 16) == b"done":
-                return
-            break
-    end_all(token)
-
-
-if __name__ == "__main__":
-    guard(sys.argv[1], [Pid(*map(int, word.split(":"))) for word in sys.argv[2:]])

@@ -17,16 +17,7 @@ import psutil
 
 from .paths import project_root, runs_dir, state_dir, write_whole
 
-TEXT = (
-    ".ipynb",
-    ".json",
-    ".jsonl",
-    ".log",
-    ".md",
-    ".py",
-    ".txt",
-    ".xml",
-)  # of a run folder; index.html is written anew
+TEXT = ".ipynb .json .jsonl .log .md .py .txt .xml".split()  # of a run folder; index.html is written anew
 DUMMY = (
     "**Dummy weights**: random numbers in the model's exact shape. Memory and speed are those of the real weights; "
     "every word that the model says below is noise."

@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import psutil
 from filelock import FileLock, Timeout
 
 from .errors import BadInput, ServerFailed
@@ -62,14 +61,11 @@ class Server:
     @classmethod
     def wait(cls, folder: Path, port: int, *, on_progress=None) -> "Server":
         """Wait until the server of this folder answers; ServerFailed with cause and log when it does not."""
-        began, state = time.monotonic(), {"log": "", "why": "its state file is gone"}
+        began, state = time.monotonic(), {"status": "died", "log": "", "why": "its state file is gone"}
         try:
-            while True:
-                state = read_state(folder) or state
-                if state.get("status") == "ready" and supervised(state):
-                    break
-                if state.get("status", "died") in ENDED or not supervised(state):
-                    raise ServerFailed(failure_text(read_state(folder) or state))
+            while (state := read_state(folder) or state)["status"] != "ready":
+                if state["status"] in ENDED:
+                    raise ServerFailed(failure_text(state))
                 if time.monotonic() - began > START_LIMIT:
                     stop(port)
                     raise ServerFailed(f"the server did not answer within {START_LIMIT:.0f} s; its log: {state['log']}")
@@ -96,35 +92,31 @@ class Server:
         state = read_state(folder) if folder else {}
         own = (folder / "api-key").read_text() if state.get("key") else None
         key = api_key or own or os.environ.get("VLLM_API_KEY") or os.environ.get("OPENAI_API_KEY") or "EMPTY"
-        base_url = base_url.rstrip("/")
+        base_url, sent = base_url.rstrip("/"), {"Authorization": f"Bearer {key}"}
         if not base_url.startswith(("http://", "https://")):
             raise BadInput(f"base_url {base_url!r} is no address: expected something like http://127.0.0.1:8000/v1")
         try:
-            reply = httpx.get(
-                f"{base_url}/models", headers={"Authorization": f"Bearer {key}"}, timeout=10, trust_env=False
-            )
+            reply = httpx.get(f"{base_url}/models", headers=sent, timeout=10, trust_env=False)
+            served = {} if reply.status_code in (401, 403) else {m["id"]: m for m in reply.json()["data"]}
+            first = served[model] if model in served else next(iter(served.values()), None)
         except httpx.HTTPError as e:
             raise BadInput(
                 f"no server answers at {base_url} ({type(e).__name__}): start one with 'qrecipe serve', or leave base_url empty"
             ) from None
-        if reply.status_code in (401, 403):
-            raise BadInput(
-                f"{base_url} wants {'an' if key == 'EMPTY' else 'another'} API key: set VLLM_API_KEY in the environment"
-            )
-        try:
-            served = reply.json()["data"]
-            first = next(m for m in served if not model or m["id"] == model)
-        except StopIteration:
-            raise BadInput(f"{base_url} does not serve {model!r}: it serves {[m['id'] for m in served]}") from None
         except (ValueError, KeyError, TypeError):
             hint = "" if base_url.endswith("/v1") else "; is /v1 missing at its end?"
             raise BadInput(
                 f"{base_url}/models answered {reply.status_code}, but not as an OpenAI-compatible server does{hint}"
             ) from None
+        if reply.status_code in (401, 403):
+            which = "an" if key == "EMPTY" else "another"
+            raise BadInput(f"{base_url} wants {which} API key: set VLLM_API_KEY in the environment")
+        if first is None or model not in ("", first["id"]):
+            raise BadInput(f"{base_url} does not serve {model!r}: it serves {list(served)}")
+        log, recipe = state.get("log") or os.environ.get("QRECIPE_LOG"), state.get("recipe")
         return cls(
-            base_url, first["id"], key, first.get("root") or first["id"], first.get("max_model_len"),
-            Path(log) if (log := state.get("log") or os.environ.get("QRECIPE_LOG")) else None, folder, ServeRecipe.from_dict(state["recipe"]) if folder else None,
-            state.get("ready_seconds"),
+            base_url, first["id"], key, first.get("root") or first["id"], first.get("max_model_len"), Path(log) if log else None,
+            folder, ServeRecipe.from_dict(recipe) if recipe else None, state.get("ready_seconds"),
         )  # fmt: skip
 
     def leave(self, wait: float = 0.0) -> None:
@@ -157,10 +149,10 @@ def launch(
             key = key_for(recipe, folder, new_key)
             state, now = read_state(folder), time.monotonic()
             deadline = min(now, state.get("started", now) if state.get("status") == "launching" else now) + COME_UP
-            while _passing(state) and time.monotonic() < deadline:  # a stop, or a start whose caller was killed
-                time.sleep(0.1)
+            while state.get("status") in ("launching", "stopping") and time.monotonic() < deadline:
+                time.sleep(0.1)  # a stop, or a start whose caller was killed
                 state = read_state(folder)
-            if state and state["status"] not in ENDED and supervised(state):
+            if state and state["status"] not in (*ENDED, "launching"):
                 return join_running(state, recipe, folder, keep, grace, key)
             if state:
                 if os.environ.get(SHARED) == state["token"] and state["status"] in ("failed", "died"):
@@ -177,11 +169,6 @@ def launch(
             f"cannot start a server with its state in {folder} ({e.strerror or e}): mend that, or set QRECIPE_STATE"
         ) from None
     return folder
-
-
-def _passing(state: dict) -> bool:
-    """True while a state is about to change by itself."""
-    return bool(state) and (state["status"] == "launching" or state["status"] == "stopping" and supervised(state))
 
 
 def join_running(state: dict, recipe: ServeRecipe, folder: Path, keep: bool, grace: float, key: str | None) -> Path:
@@ -219,20 +206,17 @@ def start_supervisor(recipe: ServeRecipe, folder: Path, keep: bool, grace: float
     while (read_state(folder) or state)["status"] == "launching":
         if process.poll() is not None:
             file.unlink(missing_ok=True)
-            write_whole(
-                folder / "server.json", json.dumps(state | {"status": "failed", "why": tail(log, 1)}), mode=0o600
-            )
-            raise ServerFailed(f"the supervisor ended before it started the server: {tail(log, 1)}. Log: {log}")
+            state |= {"status": "failed", "why": tail(log, 1)}
+            write_whole(folder / "server.json", json.dumps(state), mode=0o600)
+            raise ServerFailed(f"the supervisor ended before it started the server: {state['why']}. Log: {log}")
         time.sleep(0.05)
 
 
 def join(folder: Path, grace: float = 0.0, pid: int | None = None) -> Path:
     """Make this process (with the parent that it dies with) an owner of the server. Returns the owner's file."""
-    me, parent = Pid.of(pid or os.getpid()), None
-    if pid is None and "ipykernel" in " ".join(psutil.Process().cmdline()):
-        parent = Pid.of(os.getppid())  # papermill or Jupyter: a kernel without it is of no use to anybody
+    me, *parent = [Pid.of(pid)] if pid else Pid.users()
     file = folder / "owners" / f"{me.pid}-{me.ticks}.json"
-    owner = {"processes": [[p.pid, p.ticks] for p in (me, parent) if p], "grace": grace, "since": time.time()}
+    owner = {"processes": [[p.pid, p.ticks] for p in (me, *parent)], "grace": grace, "since": time.time()}
     write_whole(file, json.dumps(owner), mode=0o600)
     return file
 
@@ -244,25 +228,22 @@ def leave(folder: Path, wait: float = 0.0) -> None:
     deadline = time.monotonic() + wait
     while time.monotonic() < deadline:
         state = read_state(folder)
-        if (
-            not state
-            or (folder / "keep").exists()
-            or state["status"] in ENDED
-            or living_owners(folder)
-            or not supervised(state)
-        ):
+        if not state or state["status"] in ENDED or (folder / "keep").exists() or living_owners(folder):
             return
         time.sleep(0.1)
 
 
 def read_state(folder: Path) -> dict:
-    """The state of a server, {} when there is none or the file is not ours to understand (it is put aside then)."""
+    """The state of a server, "died" when its supervisor is gone; {} when there is none or it cannot be understood (it is put aside then)."""
     file = folder / "server.json"
     try:
-        state = json.loads(file.read_text())
-        for key in ("status", "token", "recipe", "log", "key", "started"):
-            state[key]
-        return state
+        for _ in range(2):  # a second look: it may have ended in good order between file and process
+            state = json.loads(file.read_text())
+            for key in ("status", "token", "recipe", "log", "key", "started"):
+                state[key]
+            if state["status"] in (*ENDED, "launching") or Pid(*state["supervisor"]).alive():
+                return state
+        return state | {"status": "died", "why": "its supervisor was killed"}
     except FileNotFoundError:
         return {}
     except (ValueError, KeyError, TypeError):
@@ -271,27 +252,19 @@ def read_state(folder: Path) -> dict:
         return {}
 
 
-def supervised(state: dict) -> bool:
-    """True while the supervisor of this state runs."""
-    return "supervisor" in state and Pid(*state["supervisor"]).alive()
-
-
 def status(port: int | None = None) -> list[dict]:
     """The servers that this book knows, running or ended: state, owners, address."""
     folders = [server_folder(port)] if port else sorted((state_dir() / "servers").glob("port-*"))
     out = []
     for folder in folders:
         if state := read_state(folder):
-            running = state["status"] not in ENDED and supervised(state)
-            word = state["status"] if running or state["status"] in ENDED else "died"
-            port_ = state["recipe"]["port"]
-            out.append(
-                {
-                    "port": port_, "status": word, "why": state.get("why"), "base_url": f"http://{address(state['recipe']['host'])}:{port_}/v1", "model": state["recipe"]["model"],
-                    "log": state["log"], "owners": len(living_owners(folder)), "keep": (folder / "keep").exists(),
-                    "key_file": str(folder / "api-key") if state["key"] else None, "ready_seconds": state.get("ready_seconds"),
-                }
-            )  # fmt: skip
+            recipe, key = state["recipe"], folder / "api-key"
+            out.append({
+                "port": recipe["port"], "status": state["status"], "why": state.get("why"),
+                "base_url": f"http://{address(recipe['host'])}:{recipe['port']}/v1", "model": recipe["model"],
+                "log": state["log"], "owners": len(living_owners(folder)), "keep": (folder / "keep").exists(),
+                "key_file": str(key) if state["key"] else None, "ready_seconds": state.get("ready_seconds"),
+            })  # fmt: skip
     return out
 
 
@@ -302,22 +275,21 @@ def stop(port: int, seconds: float = 60.0) -> dict:
     if not state:
         return {}
     deadline = time.monotonic() + seconds
-    while (state := read_state(folder) or state)["status"] not in ENDED and supervised(state):
+    while (state := read_state(folder) or state)["status"] not in (*ENDED, "launching"):
         late = time.monotonic() > deadline
         with suppress(ProcessLookupError):
             os.kill(state["supervisor"][0], signal.SIGKILL if late else signal.SIGTERM)
         if late:  # its guard ends the server
             break
         time.sleep(0.2)
-    left = end_all(state["token"])
-    if left:
+    if left := end_all(state["token"]):
         raise ServerFailed(f"processes {left} of the server on port {port} could not be ended")
     return read_state(folder)
 
 
 def failure_text(state: dict) -> str:
     """Why a server did not come up: the log's own cause, its mend, and where the log is."""
-    why, log = state.get("why") or "its supervisor is gone", state["log"]
+    why, log = state.get("why"), state["log"]
     for name, place in (("log", Path(log).parent), ("state", state_dir() / "servers")):
         with suppress(OSError):
             if shutil.disk_usage(place).free < ROOM:
@@ -342,5 +314,5 @@ def tail(log: str | Path, lines: int = 30) -> str:
     """The last lines of a log, "" when it cannot be read."""
     with suppress(OSError), open(log, "rb") as f:
         f.seek(max(0, os.fstat(f.fileno()).st_size - 20_000))
-        return "\n".join(f.read().decode("utf-8", "replace").splitlines()[-lines:])
+        return "\n".join(f.read().decode("utf-8", "replace").rstrip().splitlines()[-lines:])
     return ""

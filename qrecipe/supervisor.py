@@ -2,8 +2,7 @@
 
 Run by `Server.start`, never by hand. In the server's folder lie `server.json` (the state), `owners/` (one file for each
 process that uses the server) and `keep` when it is to stay without any. The server ends when the last owner is gone and
-its grace time is over, or on a SIGTERM. A guard process ends it where this process itself is killed: it holds a pipe that
-closes then.
+its grace time is over, or on a SIGTERM. Where this process itself is killed, its guard ends the server.
 """
 
 import json
@@ -18,8 +17,8 @@ from pathlib import Path
 
 import psutil
 
-from .paths import homeless, write_whole
-from .processes import TOKEN, Pid, die_with_parent, end_all, listens, server_processes
+from .paths import write_whole
+from .processes import Guard, Pid, die_with_parent, end_all, environment, listeners, server_processes
 
 ENDED = ("stopped", "failed", "died")
 POLL = 0.25  # seconds between two looks
@@ -39,8 +38,8 @@ class Supervisor:
         self.state = json.loads(self.file.read_text())
         self.token, self.log = self.state["token"], self.state["log"]
         self.server: subprocess.Popen | None = None
-        self.guard: subprocess.Popen | None = None
-        self.pipe, self.stopping, self.grace, self.written = None, False, 0.0, None
+        self.guard: Guard | None = None
+        self.stopping, self.grace, self.written = False, 0.0, None
         self.last_owner = self.moved = time.monotonic()
         self.held_since: float | None = None
         self.size, self.used, self.engine, self.seen = 0, 0.0, {}, {}
@@ -59,14 +58,8 @@ class Supervisor:
             return found.st_ino, found.st_mtime_ns
 
     def start(self) -> None:
-        self.start_guard()
-        env = {k: v for k, v in os.environ.items() if k != "OPENBLAS_CORETYPE"} | self.state["recipe"]["env"]
-        env |= homeless() | {
-            TOKEN: self.token,
-            "PYTHONUNBUFFERED": "1",
-            "SPT_NOENV": "1",
-        }  # process titles must not wipe the token
-        env["PATH"] = str(Path(sys.executable).parent) + os.pathsep + env.get("PATH", "")
+        self.guard = Guard(self.token)
+        env = environment(self.token, self.state["recipe"]["env"])
         with open(self.log, "ab", buffering=0) as log:
             self.server = subprocess.Popen(
                 self.state["argv"], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env,
@@ -74,17 +67,6 @@ class Supervisor:
             )  # fmt: skip
         me = Pid.of(os.getpid())
         self.save(status="starting", pid=self.server.pid, supervisor=[me.pid, me.ticks])
-
-    def start_guard(self) -> None:
-        read, write = os.pipe()
-        self.guard = subprocess.Popen(
-            [sys.executable, "-m", "qrecipe.supervisor", "--guard", str(self.folder), self.token],
-            stdin=read, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
-        os.close(read)
-        if self.pipe is not None:
-            os.close(self.pipe)
-        self.pipe = write
 
     def watch(self) -> None:
         """Look until the server ended or nobody wants it, then clean up and write how it ended."""
@@ -104,7 +86,8 @@ class Supervisor:
                     return self.end("failed", f"its state cannot be written ({e.strerror})")
             told = told or (self.state["status"] == "ready" and unsaved is None)
             if self.guard.poll() is not None:
-                self.start_guard()
+                os.close(self.guard.pipe)
+                self.guard = Guard(self.token)
             looks += 1
             time.sleep(POLL)
         self.end(*verdict)
@@ -133,9 +116,7 @@ class Supervisor:
         for process in processes:
             with suppress(psutil.Error):
                 name, parent = process.name(), process.parent()
-                if name.startswith("VLLM::") and not (
-                    parent and parent.name() == name
-                ):  # not a helper that it has forked
+                if name.startswith("VLLM::") and not (parent and parent.name() == name):  # not a helper it has forked
                     named[Pid.of(process.pid)] = name
         kept = {p: name for p, name in self.engine.items() if p in named or not p.alive()}
         self.engine = kept | {p: name for p, name in named.items() if p in self.seen}  # not a compiler just forked
@@ -160,8 +141,9 @@ class Supervisor:
         host, port = self.state["recipe"]["host"], self.state["recipe"]["port"]
         try:
             with OPEN(f"http://{address(host)}:{port}/health", timeout=2) as reply:
-                return reply.status == 200 and listens(server_processes(self.token), port)
-        except (OSError, ValueError):
+                own = {p.pid for p in server_processes(self.token)}
+                return reply.status == 200 and bool(own & listeners(port))
+        except (OSError, ValueError, psutil.Error):
             return False
 
     def wanted(self) -> bool:
@@ -186,9 +168,7 @@ class Supervisor:
         (self.folder / "keep").unlink(missing_ok=True)
         with suppress(OSError):
             self.save(status=status, why=why, left=left, exit_code=self.server.returncode)
-        os.write(self.pipe, b"done")
-        os.close(self.pipe)
-        self.guard.wait(10)
+        self.guard.dismiss()
 
 
 def living_owners(folder: Path) -> list[dict]:
@@ -212,25 +192,7 @@ def address(host: str) -> str:
     return "127.0.0.1" if host in ("0.0.0.0", "localhost", "") else "[::1]" if host == "::" else host
 
 
-def guard(folder: Path, token: str) -> None:
-    """Wait for the supervisor's word on the pipe; without one it was killed: end the server and say so."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    if sys.stdin.buffer.read() == b"done":
-        return
-    left = end_all(token)
-    file = folder / "server.json"
-    with suppress(OSError, ValueError, KeyError):
-        state = json.loads(file.read_text())
-        if state["token"] == token and state["status"] not in ENDED:
-            (folder / "keep").unlink(missing_ok=True)
-            state |= {"status": "died", "why": "its supervisor was killed", "left": left}
-            write_whole(file, json.dumps(state, indent=1), mode=0o600)
-
-
 def main() -> None:
-    if sys.argv[1] == "--guard":
-        return guard(Path(sys.argv[2]), sys.argv[3])
     supervisor = Supervisor(Path(sys.argv[1]))
     if supervisor.token != sys.argv[2]:  # came up so late that another start has taken its place
         return

@@ -10,25 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from qrecipe.processes import TOKEN, carrying
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "engine: needs a real vLLM server (minutes)")
-
-
-def vllm_processes(state: Path) -> list[psutil.Process]:
-    """Every process that belongs to a server of this state folder: by its environment, whatever it calls itself."""
-    found = []
-    for p in psutil.process_iter():
-        try:
-            environment = p.environ()
-            if environment.get("QRECIPE_STATE") == str(state) and "QRECIPE_SERVER_TOKEN" in environment:
-                if p.status() != psutil.STATUS_ZOMBIE:
-                    found.append(p)
-        except psutil.Error:
-            continue
-    return found
 
 
 def wait_until(condition, seconds: float) -> bool:
@@ -74,7 +62,8 @@ class Engine:
         )
 
     def processes(self) -> list[psutil.Process]:
-        return vllm_processes(self.state)
+        """Those of a server, by their environment, whatever they call themselves."""
+        return carrying("QRECIPE_STATE", str(self.state), also=TOKEN)
 
     def clean(self, seconds: float = 40) -> bool:
         """No process of a server is left and the port is free."""

@@ -15,6 +15,7 @@ from conftest import ROOT, free_port, is_free, wait_until
 from nbformat.v4 import new_code_cell, new_notebook
 
 from qrecipe.processes import carrying
+from qrecipe.serving import read_state
 
 STUB = ROOT / "tests/stub"
 ALL = os.environ.get("QRECIPE_FAULTS") == "all"  # also the slow ones and those on the real engine: make faults
@@ -45,10 +46,9 @@ CLOSE = "qrecipe.finish({})"
 def swept(tmp_path):
     """Whatever a failed test has left in its places is ended."""
     yield
-    needle = f"QRECIPE_STATE={tmp_path}".encode()
     for process in psutil.process_iter():
-        with suppress(OSError, psutil.Error):
-            if any(v.startswith(needle) for v in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")):
+        with suppress(psutil.Error):
+            if process.environ().get("QRECIPE_STATE", "").startswith(str(tmp_path)):
                 process.kill()
 
 
@@ -102,18 +102,20 @@ class Place:
         return process.returncode, said, json.loads(file.read_text()) if file.is_file() else {}
 
     def server(self) -> dict:
-        """The server's state, {} before there is one."""
+        """The server's state, {} before there is one; a damaged file is left to the product."""
+        folder = self.state / f"servers/port-{self.port}"
         try:
-            return json.loads((self.state / f"servers/port-{self.port}/server.json").read_text())
+            json.loads((folder / "server.json").read_text())
         except (OSError, ValueError):
             return {}
+        return read_state(folder)
 
     def part(self, name: str) -> psutil.Process | None:
         """A process of this place: "supervisor", "guard", "api" (the server's own), "core" or "worker"."""
         for p in self.left():
             try:
                 line = " ".join(p.cmdline())
-                kind = "guard" if "--guard" in line else "supervisor" if "qrecipe.supervisor" in line else ""
+                kind = "guard" if "qrecipe.processes" in line else "supervisor" if "qrecipe.supervisor" in line else ""
                 kind = kind or {"VLLM::EngineCor": "core", "VLLM::Worker": "worker"}.get(p.name()[:15], "")
                 if name == (kind or ("api" if p.pid == self.server().get("pid") else "")):
                     return p
