@@ -48,8 +48,9 @@ def distributions(
 def _target(ax: Any, value: float) -> None:
     """A line across the axes, or a word at their top where it lies far above the curves and would flatten them."""
     look = {"fontsize": 8.5, "color": INK, "in_layout": False}
-    if value > 1.5 * ax.get_ylim()[1]:
-        ax.text(0.02, 0.97, f"target {value:g} lies above", transform=ax.transAxes, ha="left", va="top", **look)
+    if value > 1.5 * (top := ax.get_ylim()[1]):
+        ax.set_ylim(0, 1.12 * top)  # room for the word
+        ax.text(0.02, 0.99, f"target {value:g} lies above", transform=ax.transAxes, ha="left", va="top", **look)
         return
     ax.axhline(value, color=COLORS[5], linewidth=1.2, linestyle=":")
     ax.set_ylim(0, max(ax.get_ylim()[1], 1.08 * value))
