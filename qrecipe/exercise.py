@@ -111,21 +111,21 @@ def _try(name: str, spec: dict, tried: dict, answer: Any, effect: Callable | Non
 
 def _texts(spec: dict, keys: list[str], env: dict) -> list[str]:
     head = {"hint": "Hint: ", "solution": "Solution: ", "why": ""}
-    return [head[k] + _say(spec[k], env) for k in keys if k in spec]
+    return [head[k] + say(spec[k], env) for k in keys if k in spec]
 
 
-def _say(text: str, env: dict) -> str:
-    return " ".join(_value(f'f"""{text}"""', env).split())
+def say(text: str, env: dict) -> str:
+    return " ".join(evaluate(f'f"""{text}"""', env).split())
 
 
-def _value(expression: str, env: dict) -> Any:
+def evaluate(expression: str, env: dict) -> Any:
     """An expression of the book's own TOML file."""
     return eval(expression, dict(env))
 
 
 def _number(spec: dict, answer: Any, effect: None, env: dict) -> tuple[str, str]:
     asked = spec["unit"]
-    right = _value(spec["right"], env)
+    right = evaluate(spec["right"], env)
     if right is None:
         return "open", "this cannot be checked on this device: " + spec.get("missing", "it was not measured.")
     yours = quantity(answer, asked)
@@ -135,11 +135,11 @@ def _number(spec: dict, answer: Any, effect: None, env: dict) -> tuple[str, str]
     exact = Quantity(_short(right), unit_of(asked)[0], unit_of(asked)[1])
     if off <= spec["tolerance"] + 1e-9:
         return "right", f"{yours}" + (f"; exactly {exact}." if str(exact) != str(yours) else ".")
-    slips = [(_value(expression, env), says) for expression, says in spec.get("mistakes", [])]
+    slips = [(evaluate(expression, env), says) for expression, says in spec.get("mistakes", [])]
     slips += [(right * factor, says) for key in (exact.kind, asked) for factor, says in SLIPS.get(key, [])]
     near = [(abs(value / slip - 1), says) for slip, says in slips if slip]
     distance, says = min(near, key=lambda pair: pair[0], default=(1, ""))
-    likely = " " + _say(says, env) if distance <= max(0.01, min(spec["tolerance"], 0.05)) else ""
+    likely = " " + say(says, env) if distance <= max(0.01, min(spec["tolerance"], 0.05)) else ""
     return "wrong", f"{yours} is {_by_how_much(value, right)}.{likely}"
 
 
@@ -161,11 +161,11 @@ def _choose(spec: dict, answer: Any, effect: None, env: dict) -> tuple[str, str]
     letters, said = spec["options"], str(answer).strip(" ().").lower()
     if said not in letters:
         raise BadInput(f"{answer!r} is none of {', '.join(letters)}")
-    right = _value(spec["right"], env)
+    right = evaluate(spec["right"], env)
     if right is None:
         return "open", "this cannot be checked on this device: " + spec.get("missing", "it was not measured.")
     env |= {"right": right, "answer": said}
-    return ("right" if said == right else "wrong"), f"{said}: {_say(letters[said], env)}"
+    return ("right" if said == right else "wrong"), f"{said}: {say(letters[said], env)}"
 
 
 def _change(spec: dict, answer: Any, effect: Callable, env: dict) -> tuple[str, str]:
@@ -175,15 +175,15 @@ def _change(spec: dict, answer: Any, effect: Callable, env: dict) -> tuple[str, 
     env["answer"] = answer
     try:
         for condition, says in spec.get("slips", []):  # to be seen in the answer alone
-            if _value(condition, env):
-                return "wrong", _say(says, env)
+            if evaluate(condition, env):
+                return "wrong", say(says, env)
         env["effect"] = effect(answer)
     except Exception as why:  # whatever the reader's change does to a server or a library is told to him
         return "wrong", f"It was refused: {' '.join(str(why).split())[:300] or type(why).__name__}"
     for condition, says in spec["fails"]:
-        if _value(condition, env):
-            return "wrong", _say(says, env)
-    return "right", _say(spec["proof"], env)
+        if evaluate(condition, env):
+            return "wrong", say(says, env)
+    return "right", say(spec["proof"], env)
 
 
 def _folder():

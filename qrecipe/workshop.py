@@ -1,18 +1,82 @@
-"""For a teacher: the answer key as a file, and the class seen from /metrics while it works."""
+"""For a teacher: a key for each seat, a seat set back, the answer key as a file, and the class seen from /metrics."""
 
+import hashlib
+import json
 import math
+import os
 import re
+import secrets
 import time
 from contextlib import suppress
 from pathlib import Path
 
-from .exercise import _say, _value, book
-from .metrics import read_metrics
-from .paths import write_whole
+from .errors import BadInput
+from .paths import state_dir, write_whole
+
+FLAGS = ("--middleware", "qrecipe.workshop.Seats")  # words of `vllm serve`
+
+
+def seat_keys(count: int, renew: int = 0) -> dict[int, str]:
+    """The keys of seats 1 to `count`, kept in seats.json of the state folder (mode 600); those missing are made, and that of `renew`."""
+    file = state_dir() / "seats.json"
+    keys = {int(n): key for n, key in json.loads(file.read_text()).items()} if file.is_file() else {}
+    keys.pop(renew, None)
+    keys |= {n: secrets.token_urlsafe(12) for n in range(1, count + 1) if n not in keys}
+    write_whole(file, json.dumps(dict(sorted(keys.items())), indent=1), mode=0o600)
+    return keys
+
+
+class Seats:
+    """ASGI middleware of `vllm serve`: a seat's key counts as the server's own (VLLM_API_KEY).
+
+    vLLM 0.27.0 takes several keys only as words of its command line, which everybody on the machine can read and which its
+    log repeats. The file of the keys is read again whenever it has changed, so a renewed key holds from the next request.
+    """
+
+    def __init__(self, app):
+        self.app, self.file, self.written, self.seats = app, state_dir() / "seats.json", None, set()
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] in ("http", "websocket"):
+            own = f"Bearer {os.environ.get('VLLM_API_KEY', '')}".encode()
+            headers = [(n, own if n == b"authorization" and self.knows(v) else v) for n, v in scope["headers"]]
+            scope = scope | {"headers": headers}
+        await self.app(scope, receive, send)
+
+    def knows(self, header: bytes) -> bool:
+        """True for the Authorization header of a seat."""
+        with suppress(OSError, ValueError, AttributeError):  # without a readable file no seat is known
+            if (written := self.file.stat().st_mtime_ns) != self.written:
+                self.written, self.seats = written, set()
+                self.seats = {digest(f"Bearer {key}".encode()) for key in json.loads(self.file.read_text()).values()}
+        return digest(header) in self.seats
+
+
+def digest(text: bytes) -> bytes:
+    """What a key is compared by, so that how long it takes tells nothing of it."""
+    return hashlib.sha256(text).digest()
+
+
+def reset(seat: int, runs: str | Path = "") -> list[str]:
+    """Set a seat back: it gets a new key, and where `runs` (its folder of runs) is given, its answers are taken away.
+
+    Returns the chapters whose answers were removed. Raises BadInput for a seat without a key, and for a folder that is not there.
+    """
+    keys = seat_keys(0)
+    if seat not in keys:
+        raise BadInput(f"seat {seat} has no key: expected one of the {len(keys)} seats in {state_dir() / 'seats.json'}")
+    if runs and not Path(runs).is_dir():
+        raise BadInput(f"there is no folder {runs}: expected the seat's folder of runs (its QRECIPE_RUNS)")
+    files = sorted(Path(runs).glob("**/exercises/[0-9]*.json")) if runs else []
+    for file in files:
+        file.unlink()
+    seat_keys(max(keys), renew=seat)
+    return [file.stem for file in files]
 
 
 def write_key(path: Path) -> Path:
     """Write every exercise's hint and worked solution as Markdown; a figure that needs the reader's own run stays in braces."""
+    from .exercise import book, evaluate, say
     from .memory import budget
     from .shape import load_shape
 
@@ -22,11 +86,11 @@ def write_key(path: Path) -> Path:
     for name, spec in book().items():
         env = {"shape": shape, "budget": plan, "plan": plan, "ceil": math.ceil}
         with suppress(Exception):
-            env["right"] = _value(spec["right"], env)
+            env["right"] = evaluate(spec["right"], env)
 
         def filled(found: re.Match, env: dict = env) -> str:
             with suppress(Exception):
-                return _say(found[0], env)
+                return say(found[0], env)
             return found[0]
 
         lines += [f"## {name} {spec.get('title', '')}", ""]
@@ -44,20 +108,19 @@ class Watch:
     COLUMNS = ("seconds", "running", "waiting", "KV cache in use", "answered", "tokens a second")
 
     def __init__(self, base_url: str, seconds: float = 10.0, every: float = 1.0):
+        from .metrics import read_metrics
+
         self.rows: list[tuple] = []
         began, before, handle = time.monotonic(), None, None
         while (now := time.monotonic() - began) < seconds or not self.rows:
             page = read_metrics(base_url)
-            made = (
-                0.0
-                if before is None
-                else (page["generation_tokens_total"] - before[1]["generation_tokens_total"]) / (now - before[0])
-            )
+            since, tokens = before or (now - 1, page["generation_tokens_total"])
+            rate = (page["generation_tokens_total"] - tokens) / (now - since)
             self.rows.append((
                 round(now), int(page["num_requests_running"]), int(page["num_requests_waiting"]),
-                f"{page['kv_cache_usage_perc']:.1%}", page.finished, round(made),
+                f"{page['kv_cache_usage_perc']:.1%}", page.finished, round(rate),
             ))  # fmt: skip
-            handle, before = self._draw(handle), (now, page)
+            handle, before = self._draw(handle), (now, page["generation_tokens_total"])
             time.sleep(min(every, max(0.0, seconds - (time.monotonic() - began))))
 
     def _draw(self, handle):

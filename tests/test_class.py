@@ -12,6 +12,8 @@ import httpx
 import pytest
 from conftest import is_free, wait_until
 
+from qrecipe.workshop import FLAGS, reset, seat_keys
+
 pytestmark = pytest.mark.engine
 CAP = 1024
 SEATS = 26
@@ -23,7 +25,8 @@ PAPERMILL = PAPERMILL if os.environ.get("QRECIPE_FAULTS") == "all" else ("03_ser
 def school(engine):
     """A kept server with a new key and a cap: (engine, its state, headers with the key, base address)."""
     words = ["serve", "--engine", "cpu", "--port", engine.port, "--keep", "--new-key"]
-    words += ["--extra", "--override-generation-config", "--extra", json.dumps({"max_new_tokens": CAP})]
+    for word in (*FLAGS, "--override-generation-config", json.dumps({"max_new_tokens": CAP})):
+        words += ["--extra", word]
     done = engine.run("qrecipe.cli", *words, timeout=600)
     assert done.returncode == 0, done.stderr
     folder = engine.state / f"servers/port-{engine.port}"
@@ -56,6 +59,39 @@ def test_the_key_is_asked_for_and_is_nowhere_but_in_its_file(school):
     assert len(processes) >= 2 and not any(key in " ".join(p.cmdline()) for p in processes)
 
 
+def bearer(key: str) -> dict:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def test_a_seat_has_a_key_of_its_own_and_after_a_reset_another_one(school, monkeypatch, tmp_path):
+    engine, _, headers, base = school
+    monkeypatch.setenv("QRECIPE_STATE", str(engine.state))
+    keys = seat_keys(3)
+    file = tmp_path / "runs/exercises/03_serve.json"
+    file.parent.mkdir(parents=True)
+    file.write_text("{}")
+    assert [chat(base, bearer(key), "hello").status_code for key in keys.values()] == [200] * 3
+    assert reset(2, tmp_path / "runs") == ["03_serve"] and not file.exists()
+    assert [chat(base, bearer(key), "hello").status_code for key in keys.values()] == [200, 401, 200]
+    assert chat(base, bearer(seat_keys(3)[2]), "hello").status_code == 200
+    said = "".join(p.read_text(errors="replace") for p in engine.state.rglob("*.log"))
+    said += " ".join(" ".join(p.cmdline()) for p in engine.processes())
+    assert not any(key in said for key in keys.values())
+
+
+def test_the_teacher_s_notebook_tries_every_seat_and_sets_one_back(school, tmp_path):
+    engine, _, headers, base = school
+    words = ["qrecipe.cli", "run", "workshop", "--out", tmp_path / "out", "-p", "base_url", base + "/v1"]
+    words += ["-p", "seats", 6, "-p", "cap", CAP, "-p", "reset_seat", 4]
+    own, engine.env = engine.env, engine.env | {"VLLM_API_KEY": headers["Authorization"].split()[1]}
+    done = engine.run(*words, timeout=600)
+    engine.env = own
+    assert done.returncode == 0, done.stdout + done.stderr
+    measured = json.loads((tmp_path / "out/run.json").read_text())["chapters"][0]["measured"]
+    assert measured["seats with a key of their own"]["value"] == measured["seats answered"]["value"] == 6
+    assert "this server was started without cap" not in (tmp_path / "out/workshop.ipynb").read_text()
+
+
 def test_a_picture_on_this_very_machine_is_not_fetched(school):
     _, _, headers, base = school
     asked = []
@@ -85,25 +121,24 @@ def test_no_answer_grows_beyond_the_cap(school):
     assert reply.json()["usage"]["completion_tokens"] == CAP
 
 
-def test_thirty_seats_at_once(school, tmp_path):
-    """Four seats run whole chapters; 26 send chapter 5's streamed requests, each for a length of its own, which its usage must name."""
+def test_thirty_seats_at_once(school, tmp_path, monkeypatch):
+    """Four seats run whole chapters; 26 send chapter 5's streamed requests. Each has a key and a length of its own, which its usage must name."""
     from openai import OpenAI
 
     from qrecipe.request import dissect
 
     engine, _, headers, base = school
-    env = engine.env | {"VLLM_API_KEY": headers["Authorization"].split()[1], "QRECIPE_STATE": str(tmp_path / "seat")}
-    state, engine.env = engine.env, env
-    runs = [
-        engine.start("qrecipe.cli", "run", name, "--out", tmp_path / f"seat{i}", "-p", "base_url", base + "/v1")
-        for i, name in enumerate(PAPERMILL)
-    ]
+    monkeypatch.setenv("QRECIPE_STATE", str(engine.state))
+    keys = seat_keys(SEATS + len(PAPERMILL))
+    state, runs = engine.env, []
+    for i, name in enumerate(PAPERMILL):
+        engine.env = state | {"VLLM_API_KEY": keys[SEATS + 1 + i], "QRECIPE_STATE": str(tmp_path / "seat")}
+        words = ["qrecipe.cli", "run", name, "--out", tmp_path / f"seat{i}", "-p", "base_url", base + "/v1"]
+        runs.append(engine.start(*words))
     engine.env = state
 
-    client = OpenAI(base_url=base + "/v1", api_key=env["VLLM_API_KEY"], timeout=600)
-
     def seat(n: int) -> list[int]:
-        lengths = []
+        lengths, client = [], OpenAI(base_url=base + "/v1", api_key=keys[n + 1], timeout=600)
         while not lengths or (n < 4 and any(r.poll() is None for r in runs)):  # four go on while the chapters run
             messages = [{"role": "user", "content": f"Seat {n}: why does KV cache memory grow with context length?"}]
             found = dissect(
@@ -121,7 +156,7 @@ def test_thirty_seats_at_once(school, tmp_path):
         verdict = json.loads((tmp_path / f"seat{i}/run.json").read_text())
         assert verdict["passed"] and verdict["engine"] == "attached", verdict["chapters"]
         page = (tmp_path / f"seat{i}/index.html").read_text() + (tmp_path / f"seat{i}/run.json").read_text()
-        assert headers["Authorization"].split()[1] not in page
+        assert keys[SEATS + 1 + i] not in page
     assert not (tmp_path / "seat/servers").exists()  # no seat started or stopped anything
 
 

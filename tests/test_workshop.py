@@ -1,12 +1,67 @@
 """The teacher's answer key, and a log handed to chapters on somebody else's server."""
 
+import asyncio
+import os
 import subprocess
 import sys
 
+import pytest
 from conftest import ROOT
 
+from qrecipe.errors import BadInput
 from qrecipe.exercise import book
-from qrecipe.workshop import write_key
+from qrecipe.workshop import Seats, reset, seat_keys, write_key
+
+
+@pytest.fixture
+def sent(tmp_path, monkeypatch):
+    """What comes through the middleware when a key is sent, in a state folder of the test's own."""
+    monkeypatch.setenv("QRECIPE_STATE", str(tmp_path / "state"))
+    monkeypatch.setenv("VLLM_API_KEY", "the teacher's")
+    got = {}
+
+    async def app(scope, receive, send):
+        got.update(scope)
+
+    seats = Seats(app)
+
+    def sent(key: str) -> str:
+        headers = [(b"host", b"x"), (b"authorization", f"Bearer {key}".encode())]
+        asyncio.run(seats({"type": "http", "headers": headers}, None, None))
+        return dict(got["headers"])[b"authorization"].decode().removeprefix("Bearer ")
+
+    return sent
+
+
+def test_a_seat_s_key_counts_as_the_server_s_until_it_is_renewed(sent, tmp_path):
+    assert sent("x") == "x"  # no file yet
+    keys = seat_keys(3)
+    file = tmp_path / "state/seats.json"
+    assert len(set(keys.values())) == 3 and file.stat().st_mode & 0o777 == 0o600
+    assert [sent(key) for key in keys.values()] == ["the teacher's"] * 3 and sent("x") == "x"
+    assert seat_keys(5) | keys == seat_keys(2)  # those that are there stay
+    assert reset(2) == [] and sent(keys[2]) == keys[2] and sent(keys[1]) == "the teacher's"
+    assert sent(seat_keys(3)[2]) == "the teacher's"
+    file.write_text("{")
+    os.utime(file, (1, 1))
+    assert sent(keys[1]) == keys[1]  # a file that cannot be read lets nobody in
+
+
+def test_a_reset_takes_the_answers_of_that_folder_alone(sent, tmp_path):
+    seat_keys(2)
+    for name in (
+        "a/exercises/01_size_gpu.json",
+        "a/20261130/exercises/03_serve.json",
+        "b/exercises/04.json",
+        "a/run.json",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert sorted(reset(1, tmp_path / "a")) == ["01_size_gpu", "03_serve"]
+    assert (tmp_path / "a/run.json").exists() and (tmp_path / "b/exercises/04.json").exists()
+    for seat, folder, words in ((3, "", "seat 3 has no key"), (1, tmp_path / "c", "there is no folder")):
+        with pytest.raises(BadInput, match=words):
+            reset(seat, folder)
 
 
 def test_the_key_holds_every_exercise_and_only_its_owner_may_read_it(tmp_path):
