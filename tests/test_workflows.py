@@ -54,6 +54,7 @@ def test_workflow_is_well_formed(file):
     "harm",
     [
         lambda w, job: w.pop("on"),
+        lambda w, job: w.pop("defaults"),
         lambda w, job: w["permissions"].update(contents="write"),
         lambda w, job: job.pop("timeout-minutes"),
         lambda w, job: job.update({"runs_on": "x"}),
@@ -64,7 +65,7 @@ def test_workflow_is_well_formed(file):
         lambda w, job: job["steps"].append({"name": "x", "run": "if true; then"}),
         lambda w, job: job["steps"].append({"name": "x", "run": "true", "if": "${{ secret.KEY }}"}),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_a_harmed_workflow_is_seen(harm):
     workflow = copy.deepcopy(read(FILES[0]))
