@@ -210,15 +210,11 @@ def test_a_chapter_in_the_browser(name, lab, page):
     known = ANSWERS[first.removeprefix("ex-").replace("-", ".")]
     assert "not yet" in type_answer(page, first, known["wrong"][0][0])
     assert "right" in type_answer(page, first, known["right"][0])
-    shoot(page, name)
-    if name.startswith("01") and os.environ.get("QRECIPE_SCREENSHOTS"):
-        for theme, picture in (("Dark", f"{name}-dark"), ("Light", None)):
-            page.evaluate(
-                f"window.jupyterapp.commands.execute('apputils:change-theme', {{theme: 'JupyterLab {theme}'}})"
-            )
+    for theme, picture in (("Dark", f"{name}-dark"), ("Light", name)):
+        if os.environ.get("QRECIPE_SCREENSHOTS"):
+            page.evaluate(f"jupyterapp.commands.execute('apputils:change-theme', {{theme: 'JupyterLab {theme}'}})")
             page.wait_for_timeout(2500)
-            if picture:
-                shoot(page, picture)
+            shoot(page, picture)
 
 
 def test_the_book_s_own_page_opens_rendered_and_leads_to_a_chapter(lab, page):
