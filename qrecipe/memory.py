@@ -72,10 +72,10 @@ class Flags:
         version_tuple(self.vllm_version), self.text_only
         if self.block_size and self.block_size % 16:
             raise BadInput(f"block_size is {self.block_size}; attention kernels need a multiple of 16")
-        if self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size % self.nodes:
-            raise BadInput(
-                f"nodes is {self.nodes}; the ranks (tensor × pipeline × data) do not spread evenly over them"
-            )
+        ranks = self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+        if ranks % self.nodes:
+            even = [n for n in range(1, min(ranks, 64) + 1) if ranks % n == 0]
+            raise BadInput(f"nodes is {self.nodes}; {ranks} (tensor × pipeline × data) ranks spread evenly over {even}")
 
     @property
     def text_only(self) -> bool:

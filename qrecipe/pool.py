@@ -130,7 +130,9 @@ def check_parallel(shape: ModelShape, tp: int, pp: int) -> None:
         has, fit = ", ".join(f"{h} {kind}" for kind, h in heads.items()), [n for n in range(1, 33) if fits(n)]
         raise BadInput(f"tensor_parallel_size {tp} does not divide the heads of {shape.name} ({has}); use one of {fit}")
     if pp > len(shape.layers):
-        raise BadInput(f"pipeline_parallel_size {pp} is more than the {len(shape.layers)} layers of {shape.name}")
+        raise BadInput(
+            f"pipeline_parallel_size {pp}: {shape.name} has {len(shape.layers)} layers; use 1 to {len(shape.layers)}"
+        )
 
 
 def split_layers(layers: int, pp: int) -> list[range]:

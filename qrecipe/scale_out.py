@@ -13,7 +13,8 @@ from typing import Any
 
 from qrecipe.answers import fitting
 from qrecipe.cards import Card, find_card
-from qrecipe.errors import BadInput, RecipeError
+from qrecipe.checks import check_number
+from qrecipe.errors import RecipeError
 from qrecipe.memory import Budget
 
 SIZES = (1, 2, 4, 8, 16)
@@ -99,11 +100,12 @@ def plans(
     never leaves a host. `settings`: as for `memory.budget`. Raises BadInput for a need that is no number above zero,
     and whatever `memory.budget` says when no split is possible at all.
     """
-    if not requests > 0 or most < 1 or per_host < 1:
-        raise BadInput(f"requests {requests}, most {most}, per_host {per_host}: each has to be above zero")
+    check_number(requests, "requests", 1e-9, 10**6, float)
+    check_number(most, "most", 1, 10**5, hint=" (cards)")
+    check_number(per_host, "per_host", 1, 10**5, hint=" (cards)")
     found: list[Plan] = []
     refused, possible = None, False
-    known = [card if isinstance(card, Card) else find_card(card) for card in cards]
+    known = [c if isinstance(c, Card) else find_card(c) for c in ([cards] if isinstance(cards, (str, Card)) else cards)]
     for card, tensor, stages in product(known, SIZES, SIZES):
         if tensor * stages > most or tensor > per_host:
             continue

@@ -34,6 +34,9 @@ def whole_number(text: str) -> int:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
+        message = message.replace(
+            "invalid whole_number value:", "a whole number is expected, for example 2 or 32k, not"
+        )
         raise BadInput(f"size: {message}; `qrecipe size --help` lists what it takes")
 
 

@@ -104,10 +104,27 @@ def test_every_flag_of_a_command_is_one_of_vllm_serve():
                     assert {w for w in shlex.split(line) if w.startswith("--")} <= known
 
 
-@pytest.mark.parametrize("bad", [{"requests": 0}, {"requests": -1}, {"most": 0}, {"per_host": 0}])
-def test_a_need_that_is_none_is_refused(bad):
-    with pytest.raises(BadInput, match="above zero"):
-        plans("Qwen3.5-4B", cards=["H200"], **({"max_model_len": 4096} | bad))
+@pytest.mark.parametrize("name", ["requests", "most", "per_host"])
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), "3", None, True])
+def test_a_need_that_is_none_is_refused(name, value):
+    with pytest.raises(BadInput, match=f"{name} is .* is expected"):
+        plans("Qwen3.5-4B", cards=["H200"], max_model_len=4096, **{name: value})
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ({"tensor_parallel_size": 3}, r"use one of \[1, 2, 4, 8\]"),
+        ({"tensor_parallel_size": 1000}, r"use one of \[1, 2, 4, 8\]"),
+        ({"pipeline_parallel_size": 1000}, "64 layers; use 1 to 64"),
+        ({"data_parallel_size": 0}, "data_parallel_size is 0"),
+        ({"tensor_parallel_size": 1.5}, "a whole number"),
+        ({"tensor_parallel_size": 2, "nodes": 7}, r"2 .* ranks spread evenly over \[1, 2\]"),
+    ],
+)
+def test_sizes_that_cannot_be_name_those_that_can(flags, said):
+    with pytest.raises(BadInput, match=said):
+        budget("Qwen3.5-27B", max_model_len=4096, **flags)
 
 
 def test_unknown_cards_and_lengths_are_refused():

@@ -49,6 +49,7 @@ def test_every_flag_of_the_budget_is_an_option():
         (["--gpu", "A1000"], "nearest"),
         (["--gpu-memory", "24XB"], "24GiB"),
         (["--tensor-parallel-size", "5"], "does not divide"),
+        (["--tensor-parallel-size", "1.5"], "a whole number is expected"),
         (["--limit-mm-per-prompt", "{"], "JSON"),
         (["--available-kv", "nan"], "available_kv"),
         (["--calibrate", "/no/log"], "vLLM log"),
