@@ -103,9 +103,11 @@ def serve(
         trust_remote_code=trust_remote_code, **{k: v for k, v in changes.items() if v is not None},
     )  # fmt: skip
     if nodes > 1:
+    if (nodes > 1) != bool(head):
+        raise BadInput("several hosts need both: --nodes with their number, and --head with HOST:PORT of the Ray head")
         if recipe.ranks % nodes or recipe.ranks // nodes % (recipe.tensor_parallel_size or 1):
             raise BadInput(
-                f"{recipe.ranks} ranks do not spread evenly over {nodes} nodes with tensor parallelism inside each: let the pipeline- or data-parallel size be a multiple of {nodes}"
+                f"{nodes} nodes: {recipe.ranks} rank{'s do' if recipe.ranks > 1 else ' does'} not spread evenly over them with tensor parallelism inside each; let the pipeline- or data-parallel size be a multiple of {nodes}"
             )
         env = recipe.env | {"RAY_ADDRESS": head}
         recipe = recipe.with_(distributed_executor_backend="ray", env=env)
