@@ -102,9 +102,9 @@ def serve(
         max_model_len=max_model_len, gpu_memory_utilization=gpu_memory_utilization, extra=tuple(extra or []), host=host,
         trust_remote_code=trust_remote_code, **{k: v for k, v in changes.items() if v is not None},
     )  # fmt: skip
-    if nodes > 1:
     if (nodes > 1) != bool(head):
         raise BadInput("several hosts need both: --nodes with their number, and --head with HOST:PORT of the Ray head")
+    if nodes > 1:
         if recipe.ranks % nodes or recipe.ranks // nodes % (recipe.tensor_parallel_size or 1):
             raise BadInput(
                 f"{nodes} nodes: {recipe.ranks} rank{'s do' if recipe.ranks > 1 else ' does'} not spread evenly over them with tensor parallelism inside each; let the pipeline- or data-parallel size be a multiple of {nodes}"
