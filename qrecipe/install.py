@@ -16,24 +16,28 @@ import subprocess
 import sys
 from pathlib import Path
 
+from .errors import BadInput
+from .layers import choose_engine, gather, preflight
+
 ROOT = Path(__file__).resolve().parent.parent
-LOWEST, HIGHEST = (3, 11), (3, 13)
+NETWORK = (
+    "is the network there? A mirror is set with UV_DEFAULT_INDEX (or PIP_INDEX_URL); then run the same command again, "
+    "what is done is kept"
+)
+SIZES = {"cpu": "6 GB, half a minute on a fast line", "gpu": "10 GB"}
 
 
-class SetupError(Exception):
-    """A sentence for the person at the keyboard."""
-
-
-def find_python() -> str:
-    """The running Python when it fits, else one of the fitting ones on PATH."""
-    if LOWEST <= sys.version_info[:2] <= HIGHEST:
-        return sys.executable
-    for minor in (12, 13, 11):
-        if found := shutil.which(f"python3.{minor}"):
-            if subprocess.run([found, "-c", ""], capture_output=True).returncode == 0:
-                return found
-    raise SetupError(
-        f"Python {sys.version_info[0]}.{sys.version_info[1]} is here, 3.11 to 3.13 is needed and none is on PATH: install one, or name it (make PYTHON=/path/to/python3.12 …)"
+def find_python() -> tuple[str, tuple[int, ...]]:
+    """The running Python when it fits, else one of the fitting ones on PATH; and its version."""
+    for name in (sys.executable, "python3.12", "python3.13", "python3.11"):
+        if found := shutil.which(name):
+            ask = [found, "-c", "import sys; print(*sys.version_info[:3])"]
+            version = tuple(map(int, subprocess.run(ask, capture_output=True, text=True).stdout.split()))
+            if (3, 11) <= version[:2] <= (3, 13):
+                return found, version
+    raise BadInput(
+        f"Python {sys.version_info[0]}.{sys.version_info[1]} is here, 3.11 to 3.13 is needed and none is on PATH: "
+        "install one, or name it (make PYTHON=/path/to/python3.12 …)"
     )
 
 
@@ -45,7 +49,7 @@ def fingerprint(engine: str, python: str) -> str:
     return digest.hexdigest()
 
 
-def run(words: list[str], what: str, mend: str) -> None:
+def run(words: list[str], what: str, mend: str = "see the message above") -> None:
     """Run one step with its own output; a failure becomes one sentence."""
     print(f"set-up: {what}", flush=True)
     env = dict(os.environ)
@@ -53,66 +57,33 @@ def run(words: list[str], what: str, mend: str) -> None:
         env.setdefault("UV_DEFAULT_INDEX", env["PIP_INDEX_URL"])
     done = subprocess.run(words, env=env, cwd=ROOT, stdin=subprocess.DEVNULL)
     if done.returncode:
-        raise SetupError(f"{what} failed (exit code {done.returncode}): {mend}")
+        raise BadInput(f"{what} failed (exit code {done.returncode}): {mend}")
 
 
-def set_up(asked: str) -> str:
-    """Do what is missing. Returns the engine."""
-    from .errors import RecipeError
-
-    python = find_python()
-    try:
-        from .layers import choose_engine, gather, preflight
-
-        version = subprocess.run(
-            [python, "-c", "import sys; print(*sys.version_info[:3])"], capture_output=True, text=True, check=True
-        )
-        facts = dataclasses.replace(gather(), python=tuple(map(int, version.stdout.split())))
-        engine, reason = choose_engine(facts, asked)
-    except RecipeError as e:
-        raise SetupError(str(e)) from None
-    venv, inside = ROOT / ".venv", ROOT / ".venv/bin/python"
+def set_up(asked: str) -> None:
+    """Do what is missing."""
+    python, version = find_python()
+    facts = dataclasses.replace(gather(), python=version)
+    engine, reason = choose_engine(facts, asked)
+    venv, inside = ROOT / ".venv", str(ROOT / ".venv/bin/python")
     stamp, wanted = venv / "qrecipe-stamp", fingerprint(engine, python)
-    if stamp.is_file() and stamp.read_text() == wanted and inside.exists():
-        return engine
+    if stamp.is_file() and stamp.read_text() == wanted and os.path.exists(inside):
+        return
     print(f"set-up: engine {engine}: {reason}", flush=True)
     if not stamp.exists():
-        try:
-            preflight(facts, engine, str(ROOT))
-        except RecipeError as e:
-            raise SetupError(str(e)) from None
+        preflight(facts, engine, str(ROOT))
     stamp.unlink(missing_ok=True)
-    network = "is the network there? A mirror is set with UV_DEFAULT_INDEX (or PIP_INDEX_URL); then run the same command again, what is done is kept"
-    if not inside.exists() or subprocess.run([str(inside), "-c", "import pip"], capture_output=True).returncode:
+    if not os.path.exists(inside) or subprocess.run([inside, "-c", "import pip"], capture_output=True).returncode:
         run([python, "-m", "venv", "--clear", str(venv)], "making .venv", "on Debian and Ubuntu install python3-venv")
-    run(
-        [
-            str(inside),
-            "-m",
-            "pip",
-            "install",
-            "-q",
-            "--disable-pip-version-check",
-            "--require-hashes",
-            "-r",
-            "requirements/uv.txt",
-        ],
-        "fetching uv",
-        network,
-    )
-    uv = [str(venv / "bin/uv"), "pip", "install", "--python", str(inside), "--no-deps"]
-    uv += [] if sys.stderr.isatty() else ["-q"]
-    size = "6 GB, half a minute on a fast line" if engine == "cpu" else "10 GB"
-    run(
-        [*uv, "--require-hashes", "-r", f"requirements/{engine}.txt"],
-        f"installing requirements/{engine}.txt ({size})",
-        network,
-    )
-    run([*uv, "--no-build-isolation", "-e", "."], "installing qrecipe", "see the message above")
-    run([str(inside), "-m", "qrecipe.alias", "install"], "the vllm distribution alias", "see the message above")
+    pip = [inside, *"-m pip install -q --disable-pip-version-check --require-hashes".split()]
+    run([*pip, "-r", "requirements/uv.txt"], "fetching uv", NETWORK)
+    uv = [f"{venv}/bin/uv", "pip", "install", "--python", inside, "--no-deps"] + ["-q"] * (not sys.stderr.isatty())
+    lock = f"requirements/{engine}.txt"
+    run([*uv, "--require-hashes", "-r", lock], f"installing {lock} ({SIZES[engine]})", NETWORK)
+    run([*uv, "--no-build-isolation", "-e", "."], "installing qrecipe")
+    run([inside, "-m", "qrecipe.alias", "install"], "the vllm distribution alias")
     shutil.copytree(ROOT / "qrecipe/data/lab", venv / "share/jupyter/lab/settings", dirs_exist_ok=True)  # its defaults
     stamp.write_text(wanted)
-    return engine
 
 
 def main() -> int:
@@ -120,9 +91,9 @@ def main() -> int:
     parser.add_argument("--engine", default="auto", help="auto, cpu or gpu")
     try:
         set_up(parser.parse_args().engine)
-    except SetupError as e:
+    except BadInput as e:
         print(f"set-up: {e}", file=sys.stderr)
-        return 2
+        return e.exit_code
     except KeyboardInterrupt:
         print("set-up: interrupted; the same command goes on from here", file=sys.stderr)
         return 130

@@ -1,7 +1,5 @@
 """The layers under a model server: each one judged, the engine that fits chosen, the disk looked at before an install.
 
-    python3 -m qrecipe.layers --engine auto    # prints cpu or gpu, the reason goes to stderr; exit code 2: neither fits
-
 The rule: PyTorch's CUDA must not be newer than the CUDA that the driver supports. A newer minor of the same major is a
 warning (NVIDIA's minor-version compatibility), a newer major is broken. The judges are pure functions of `Facts`, so
 that they can be tried on machines that are not here. Standard library alone: it runs before anything is installed.
@@ -9,12 +7,10 @@ that they can be tried on machines that are not here. Standard library alone: it
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
 import shutil
-import sys
 from dataclasses import asdict, dataclass
 
 from .errors import BadInput
@@ -88,13 +84,10 @@ def judge_machine(facts: Facts) -> Layer:
     """Operating system, processor family and Python: the ground that wheels are built for."""
     found = f"{facts.system} {facts.machine}, Python {'.'.join(map(str, facts.python))}"
     right = "put a Python 3.11 to 3.13 first on the PATH as python3"
-    found += (
-        " in WSL2"
-        if "microsoft" in facts.release
-        else f" in a container ({facts.container})"
-        if facts.container
-        else ""
-    )
+    if "microsoft" in facts.release:
+        found += " in WSL2"
+    elif facts.container:
+        found += f" in a container ({facts.container})"
     strange = {"Darwin": "an Apple machine", "Windows": "Windows itself"}.get(facts.system, facts.machine)
     other = (facts.system, facts.machine) != ("Linux", "x86_64")
     attach = "in Windows take WSL2, else a Linux machine or a server elsewhere (base_url)"
@@ -238,11 +231,6 @@ def _transformers(facts: Facts) -> Layer:
     )
 
 
-def inspect_layers(engine: str = "auto") -> list[Layer]:
-    """The layers of this machine and of this Python environment, from the ground up."""
-    return judge_layers(gather(), engine)
-
-
 def choose_engine(facts: Facts, asked: str = "auto") -> tuple[str, str]:
     """("gpu" or "cpu", the reason in words): what is asked for where it can be had, else BadInput with one sentence.
 
@@ -288,7 +276,7 @@ def preflight(facts: Facts, engine: str, folder: str = ".") -> None:
 
 def doctor(engine: str = "auto", as_json: bool = False) -> int:
     """Print the layers, then the first broken one with its mend. Exit code 0, or 1 when a layer is broken."""
-    layers = inspect_layers(engine)
+    layers = judge_layers(gather(), engine)
     broken = first_broken(layers)
     if as_json:
         rows = [{**asdict(layer), "verdict": layer.verdict} for layer in layers]
@@ -300,21 +288,3 @@ def doctor(engine: str = "auto", as_json: bool = False) -> int:
             print(f"{'':25} {layer.why} {layer.mend and 'Mend: ' + layer.mend}")
         print(f"First broken layer: {broken.name}. Mend: {broken.mend}" if broken else "No layer is broken.")
     return 1 if broken else 0
-
-
-def main() -> int:
-    """Print the engine to use here, the reason to stderr. Exit code 2 where what is asked for cannot be had."""
-    parser = argparse.ArgumentParser(prog="python3 -m qrecipe.layers", description="Which engine fits this machine?")
-    parser.add_argument("--engine", default="auto", help="auto, cpu or gpu")
-    try:
-        engine, reason = choose_engine(gather(), parser.parse_args().engine)
-    except BadInput as e:
-        print(e, file=sys.stderr)
-        return e.exit_code
-    print(reason, file=sys.stderr)
-    print(engine)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

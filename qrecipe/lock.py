@@ -1,10 +1,11 @@
 """Whether what is installed is what a lock file pins: only then may a run name the lock."""
 
 import hashlib
-import importlib.metadata as metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
+
+from .facts import installed
 
 
 def lock_facts(lock: Path) -> dict:
@@ -23,8 +24,7 @@ def departures(lock: Path) -> list[str]:
         pinned = Requirement(line.rstrip(" \\"))
         if pinned.marker and not pinned.marker.evaluate():
             continue
-        there = next((d.version for d in metadata.distributions(name=pinned.name)), None)
-        if there is None:
+        if not (there := installed(pinned.name)):
             out.append(f"{pinned.name} is not installed")
         elif not pinned.specifier.contains(there, prereleases=True):
             out.append(f"{pinned.name} {there} instead of {str(pinned.specifier).removeprefix('==')}")
