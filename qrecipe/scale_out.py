@@ -63,32 +63,36 @@ class Plan:
             "KV tokens in all": self.tokens, "requests at once": self.requests,
         }  # fmt: skip
 
-    def commands(self, model: str) -> list[tuple[str, str]]:
-        """(host, command) to copy: one line on one host; on several, what each has to be given. MASTER: the first host."""
+    def commands(self, model: str, ray: bool = False) -> list[tuple[str, str]]:
+        """(host, command) to copy: one line on one host; on several, what each is given. MASTER: the first host.
+
+        ray: an engine over several hosts by a Ray cluster, instead of by vLLM's own `--nnodes`.
+        """
         flags = {"--max-model-len": self.budget.max_model_len, "--max-num-seqs": self.budget.flags.max_num_seqs}
         flags |= {"--gpu-memory-utilization": self.budget.flags.gpu_memory_utilization}
         sizes = {"--tensor-parallel-size": self.tensor, "--pipeline-parallel-size": self.stages}
         sizes |= {"--data-parallel-size": self.copies}
-        words = ["vllm", "serve", model]
-        words += [str(w) for flag, value in flags.items() if value for w in (flag, value)]
-        words += [str(w) for flag, size in sizes.items() if size > 1 for w in (flag, size)]
+        flags |= {flag: size for flag, size in sizes.items() if size > 1}
+        words = ["vllm", "serve", model, *[str(w) for flag, value in flags.items() if value for w in (flag, value)]]
         if self.hosts == 1:
             return [("this host", shlex.join(words))]
-        if self.copies == 1:
-            ray = shlex.join([*words, "--distributed-executor-backend", "ray"])
+        if ray and self.copies == 1:
             return [
                 ("first host", f"ray start --head --port {RAY_PORT}"),
                 ("each other host", f"ray start --address {MASTER}:{RAY_PORT}"),
-                ("first host, then", ray),
+                ("first host, then", shlex.join([*words, "--distributed-executor-backend", "ray"])),
             ]
         local = self.copies // self.hosts
-        words += ["--data-parallel-size-local", str(local), "--data-parallel-address", MASTER]
-        words += ["--data-parallel-rpc-port", str(RPC_PORT)]
-        others = [
-            (f"host {n + 1}", shlex.join([*words, "--headless", "--data-parallel-start-rank", str(n * local)]))
-            for n in range(1, self.hosts)
-        ]
-        return [("first host", shlex.join(words)), *others]
+        if local:
+            words += ["--data-parallel-size-local", str(local), "--data-parallel-address", MASTER]
+            words += ["--data-parallel-rpc-port", str(RPC_PORT)]
+        else:
+            words += ["--nnodes", str(self.hosts), "--master-addr", MASTER]
+        lines = []
+        for n in range(self.hosts):
+            rank = ["--data-parallel-start-rank", str(n * local)] * (n > 0) if local else ["--node-rank", str(n)]
+            lines.append((f"host {n + 1}", shlex.join([*words, *rank, *["--headless"] * (n > 0)])))
+        return lines
 
 
 def plans(

@@ -75,10 +75,14 @@ def test_nothing_fits_is_an_empty_list_and_a_larger_need_never_takes_fewer_cards
 def test_commands_on_one_host_and_on_several():
     found = plans("Qwen3.5-27B", cards=["RTX 4090"], most=16, per_host=4, requests=16, max_model_len=32768)
     assert all(p.tensor <= 4 and p.cards <= 4 * p.hosts for p in found)
-    ray = next(p for p in found if p.hosts > 1 and p.copies == 1)
-    lines = ray.commands("Qwen/Qwen3.5-27B")
-    assert lines[0][1].startswith("ray start --head") and lines[1][1].endswith("MASTER:6379")
-    assert "--distributed-executor-backend ray" in lines[2][1]
+    over = next(p for p in found if p.hosts > 1 and p.copies == 1)
+    head, worker, server = (line for _, line in over.commands("Qwen/Qwen3.5-27B", ray=True))
+    assert head.startswith("ray start --head") and worker.endswith("MASTER:6379")
+    assert "--distributed-executor-backend ray" in server
+    lines = [line for _, line in over.commands("Qwen/Qwen3.5-27B")]
+    assert len(lines) == over.hosts and all(f"--nnodes {over.hosts} --master-addr MASTER" in line for line in lines)
+    assert [int(re.search(r"--node-rank (\d+)", line)[1]) for line in lines] == list(range(over.hosts))
+    assert ["--headless" in line for line in lines] == [n > 0 for n in range(over.hosts)]
     copies = next(p for p in found if p.hosts > 1 and p.copies > 1)
     first, *others = copies.commands("Qwen/Qwen3.5-27B")
     assert len(others) == copies.hosts - 1 and "--headless" not in first[1]
@@ -99,7 +103,7 @@ def test_every_flag_of_a_command_is_one_of_vllm_serve():
     )
     for per_host in (2, 8):
         for plan in plans("Qwen3.5-27B", cards=["RTX 4090", "H200"], most=16, per_host=per_host, **NEED):
-            for _, line in plan.commands("Qwen/Qwen3.5-27B"):
+            for _, line in plan.commands("Qwen/Qwen3.5-27B") + plan.commands("Qwen/Qwen3.5-27B", ray=True):
                 if line.startswith("vllm"):
                     assert {w for w in shlex.split(line) if w.startswith("--")} <= known
 
