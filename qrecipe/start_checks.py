@@ -57,7 +57,7 @@ def check_head(address: str) -> None:
     """BadInput when no Ray head answers at HOST:PORT, or when this environment has no Ray to join it with."""
     host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host, int(port)), timeout=5):
+        with socket.create_connection((host, int(port)), timeout=2):
             pass
     except (OSError, ValueError, OverflowError) as e:
         raise BadInput(
