@@ -9,7 +9,7 @@ import sys
 import time
 import uuid
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -24,9 +24,7 @@ from .supervisor import ENDED, address, living_owners
 SHARED = "QRECIPE_SHARED"  # in a chapter's environment: the token of the server that its run started
 START_LIMIT = 1200.0  # seconds that a start may take before it is given up
 COME_UP = 20.0  # seconds that a supervisor has to write its first state
-OPEN_PATHS = (
-    "/health, /metrics, /version, /tokenize, /detokenize, /invocations, /load, /docs"  # without a key, vLLM 0.27.0
-)
+OPEN_PATHS = "/health, /metrics, /version, /tokenize, /detokenize, /invocations, /load, /docs"  # vLLM 0.27.0
 
 
 @dataclass(frozen=True)
@@ -56,18 +54,13 @@ class Server:
         other flags than the running server's) and ServerFailed when the start fails; then nothing is left running.
         """
         folder = launch(recipe, keep=keep, grace=grace, new_key=new_key, log_dir=log_dir)
-        return cls.wait(folder, recipe.port, on_progress=on_progress)
-
-    @classmethod
-    def wait(cls, folder: Path, port: int, *, on_progress=None) -> "Server":
-        """Wait until the server of this folder answers; ServerFailed with cause and log when it does not."""
         began, state = time.monotonic(), {"status": "died", "log": "", "why": "its state file is gone"}
         try:
             while (state := read_state(folder) or state)["status"] != "ready":
                 if state["status"] in ENDED:
                     raise ServerFailed(failure_text(state))
                 if time.monotonic() - began > START_LIMIT:
-                    stop(port)
+                    stop(recipe.port)
                     raise ServerFailed(f"the server did not answer within {START_LIMIT:.0f} s; its log: {state['log']}")
                 if on_progress:
                     on_progress(time.monotonic() - state["started"], Path(state["log"]))
@@ -77,7 +70,7 @@ class Server:
             raise
         if on_progress:
             on_progress(None, Path(state["log"]))
-        return cls.attach(f"http://{address(state['recipe']['host'])}:{port}/v1", folder=folder)
+        return cls.attach(f"http://{address(state['recipe']['host'])}:{recipe.port}/v1", folder=folder)
 
     @classmethod
     def attach(
@@ -212,11 +205,11 @@ def start_supervisor(recipe: ServeRecipe, folder: Path, keep: bool, grace: float
         time.sleep(0.05)
 
 
-def join(folder: Path, grace: float = 0.0, pid: int | None = None) -> Path:
+def join(folder: Path, grace: float = 0.0) -> Path:
     """Make this process (with the parent that it dies with) an owner of the server. Returns the owner's file."""
-    me, *parent = [Pid.of(pid)] if pid else Pid.users()
+    me, *parent = Pid.users()
     file = folder / "owners" / f"{me.pid}-{me.ticks}.json"
-    owner = {"processes": [[p.pid, p.ticks] for p in (me, *parent)], "grace": grace, "since": time.time()}
+    owner = {"processes": [astuple(p) for p in (me, *parent)], "grace": grace}
     write_whole(file, json.dumps(owner), mode=0o600)
     return file
 
@@ -303,11 +296,8 @@ def diagnosis(log: str | Path) -> dict | None:
     """The failure that a log names (text, cause, mend), None when it names none or cannot be read."""
     from .startup_log import read_log
 
-    try:
-        found = read_log(log).failure
-    except Exception:  # an empty or unreadable log adds nothing
-        return None
-    return found if found is None or isinstance(found, dict) else asdict(found)
+    with suppress(Exception):  # an empty or unreadable log adds nothing
+        return read_log(log).failure
 
 
 def tail(log: str | Path, lines: int = 30) -> str:
