@@ -180,16 +180,3 @@ def test_a_dashboard_redraws_when_a_knob_turns(monkeypatch):
 )
 def test_any_answer_fits_one_line(text, shown):
     assert show.one_line(text, 5) == shown
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("target", [2, 1000])
-def test_a_target_far_above_the_curves_leaves_them_their_room(target):
-    from qrecipe.show_batch import sweep
-
-    figure = sweep(
-        [1, 2, 4], {"ms": {"p50": [1, 2, 3], "p99": [1, None, 4]}}, title="t", limit=2, targets={"ms": target}
-    )
-    shown(figure)
-    assert figure.axes[0].get_ylim()[1] < 10
-    assert any(f"target {target}" in text.get_text() for text in figure.axes[0].texts)
