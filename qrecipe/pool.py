@@ -119,16 +119,25 @@ def _bytes(flag: str, name: str, table: dict[str, int]) -> int:
 
 
 def check_parallel(shape: ModelShape, tp: int, pp: int) -> None:
-    """Refuse a tensor- or pipeline-parallel size that vLLM refuses."""
-    heads = {"attention": shape.heads, "KV": shape.kv_heads}
-    heads |= {"GDN key": shape.gdn_k_heads, "GDN value": shape.gdn_v_heads} if shape.hybrid else {}
+    """Refuse a tensor- or pipeline-parallel size that vLLM refuses. In FP8 blocks a rank's share of a width is whole blocks."""
+    parts = {"attention heads": shape.heads, "KV heads": shape.kv_heads, "GDN key heads": shape.gdn_k_heads}
+    parts |= {"GDN value heads": shape.gdn_v_heads, "channels of an expert": shape.moe_intermediate}
+    parts["channels of the MLP"] = shape.intermediate if len(shape.moe_layers) < len(shape.layers) else 0
+    block = (shape.quant_config.get("weight_block_size") or [1])[0]
 
-    def fits(n: int) -> bool:  # KV heads are copied once there are more ranks than heads
-        return not any(max(h, n) % min(h, n) if kind == "KV" else h % n for kind, h in heads.items())
+    def cut(n: int) -> list[str]:  # KV heads are copied once there are more ranks than heads
+        unit = {kind: block if "channels" in kind else 1 for kind in parts}
+        short = {
+            kind: max(h, n) % min(h, n) if "KV" in kind else h % (n * unit[kind]) for kind, h in parts.items() if h
+        }
+        return [f"{parts[kind]} {kind}" for kind, rest in short.items() if rest and n > 1]
 
-    if not fits(tp):
-        has, fit = ", ".join(f"{h} {kind}" for kind, h in heads.items()), [n for n in range(1, 33) if fits(n)]
-        raise BadInput(f"tensor_parallel_size {tp} does not divide the heads of {shape.name} ({has}); use one of {fit}")
+    if found := cut(tp):
+        whole, fit = f" in blocks of {block}" * (block > 1), [n for n in range(1, 33) if not cut(n)]
+        hint = "; --enable-expert-parallel leaves experts whole" * ("expert" in str(found))
+        raise BadInput(
+            f"tensor_parallel_size {tp} does not divide the {', '.join(found)}{whole} of {shape.name}; use one of {fit}{hint}"
+        )
     if pp > len(shape.layers):
         raise BadInput(
             f"pipeline_parallel_size {pp}: {shape.name} has {len(shape.layers)} layers; use 1 to {len(shape.layers)}"

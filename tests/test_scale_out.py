@@ -12,6 +12,7 @@ import pytest
 from qrecipe.errors import BadInput, NotCovered
 from qrecipe.memory import budget
 from qrecipe.scale_out import plans
+from qrecipe.shape import SHAPES
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from prediction import compare  # noqa: E402
@@ -129,6 +130,17 @@ def test_a_need_that_is_none_is_refused(name, value):
 def test_sizes_that_cannot_be_name_those_that_can(flags, said):
     with pytest.raises(BadInput, match=said):
         budget("Qwen3.5-27B", max_model_len=4096, **flags)
+
+
+def test_experts_in_fp8_blocks_are_cut_in_whole_blocks():
+    # 768 channels on four ranks are 192, no whole block of 128: vLLM 0.27.0 refuses it while it loads
+    folder = json.loads((SHAPES / "Qwen3-30B-A3B.json").read_text())
+    folder["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    assert budget(folder, max_model_len=4096, tensor_parallel_size=2).weights_gib
+    with pytest.raises(
+        BadInput, match=r"768 channels of an expert in blocks of 128 .* \[1, 2\]; --enable-expert-parallel"
+    ):
+        budget(folder, max_model_len=4096, tensor_parallel_size=4)
 
 
 def test_unknown_cards_and_lengths_are_refused():
