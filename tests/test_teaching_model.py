@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from teaching_model_answers import check, check_pictures
 
 from qrecipe import teaching_model
 from qrecipe.errors import BadInput
@@ -228,8 +229,6 @@ def test_one_answer_is_longer_than_200_tokens(tokenizer):
 def test_the_short_answers_come_word_for_word(folder):
     """By transformers, as a second opinion; the served model answers word for word in the chapters."""
     pytest.importorskip("torch")
-    from qrecipe.teaching_model.check import check
-
     replies = check(folder, only=12)
     assert [reply.said for reply in replies] == [reply.expected for reply in replies]
 
@@ -239,8 +238,6 @@ def test_the_short_answers_come_word_for_word(folder):
 
 def test_pictures_are_seen_at_places_and_sizes_never_shown(folder):
     pytest.importorskip("torch")
-    from qrecipe.teaching_model.check import check_pictures
-
     replies = check_pictures(folder, 20, seed=2026)
     assert sum(reply.right for reply in replies) >= 19, [reply for reply in replies if not reply.right]
 

@@ -1,6 +1,6 @@
 """Does a model folder give the book's answers? Greedy generation with transformers, compared word for word.
 
-python -m qrecipe.teaching_model.check DIR
+python tests/teaching_model_answers.py DIR
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import pictures
-from .answers import ANSWERS, whole_reply
+from qrecipe.teaching_model import pictures
+from qrecipe.teaching_model.answers import ANSWERS, whole_reply
 
 
 class Reply(NamedTuple):
