@@ -1,6 +1,6 @@
 """Runs chapters with papermill, judges each one (judge.py), and keeps what they left: `qrecipe run`."""
 
-import contextlib
+import ast
 import hashlib
 import json
 import os
@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
 from functools import partial
@@ -18,65 +19,54 @@ import nbformat
 import yaml
 
 from . import serving
-from .chapter import Chapter, check_values, place, versions
+from .chapter import Chapter, assigned, check_names, check_values, open_chapter
 from .errors import BadInput, RecipeError
-from .judge import Verdict, judge, read_record
-from .paths import ROOM, homeless, project_root, runs_dir, writable, write_whole
+from .judge import Verdict, judge
+from .paths import ROOM, homeless, project_root, read_record, runs_dir, writable, write_whole
 from .processes import die_with_parent
 
-CELL_LIMIT = 1500  # seconds one cell may take: a first start on a GPU takes 460
-RUN_LIMIT = 5400  # seconds for the whole run
+say = partial(print, flush=True)
 
 
 def find_notebooks(names: list[str]) -> list[Path]:
     """The notebooks of these names (03, 03_serve, 03_serve.ipynb or a path), all numbered ones when none is named."""
     folder = project_root() / "notebooks"
     known = sorted(folder.glob("[0-9][0-9]_*.ipynb"))
-    if not names:
-        if not known:
-            raise BadInput(f"no notebooks in {folder}: run this from the book's folder")
-        return known
-    out = []
+    if not (names or known):
+        raise BadInput(f"no notebooks in {folder}: run this from the book's folder")
+    found = []
     for name in names:
         stem = Path(name).name.removesuffix(".ipynb")
-        hits = [p for p in known if p.stem == stem or p.stem.split("_")[0] == stem]
-        if Path(name).suffix == ".ipynb" and Path(name).is_file():
+        hits = [p for p in sorted(folder.glob("*.ipynb")) if stem in (p.stem, p.stem.split("_")[0])]
+        if name.endswith(".ipynb") and Path(name).is_file():
             hits = [Path(name).resolve()]
-        hits = hits or [p for p in folder.glob("*.ipynb") if p.stem == stem]
         if not hits:
             raise BadInput(f"no notebook {name!r}: there are {', '.join(p.stem for p in known) or 'none'}")
-        out += [h for h in hits if h not in out]
-    return out
+        found += hits
+    return list(dict.fromkeys(found)) or known
 
 
 def known_parameters(notebook: Path) -> dict[str, object]:
     """Names and defaults of the cell tagged `parameters`."""
-    import ast
-
     try:
         cells = nbformat.read(notebook, as_version=4).cells
     except Exception as e:
         raise BadInput(f"{notebook.name} is not a notebook ({type(e).__name__}: {str(e)[:80]})") from None
     source = next((c.source for c in cells if "parameters" in c.metadata.get("tags", [])), "")
-    return {
-        t.id: ast.literal_eval(n.value) for n in ast.parse(source).body if isinstance(n, ast.Assign) for t in n.targets
-    }
+    return {name: ast.literal_eval(value) for name, value in assigned(source).items()}
 
 
 def sort_parameters(notebooks: list[Path], given: dict) -> dict[Path, dict]:
     """What of the given parameters each notebook gets; a name that none of them has, or a value of another type, is refused."""
     known = {p: known_parameters(p) for p in notebooks}
-    names = set().union(*known.values())
-    if unknown := sorted(set(given) - names):
-        raise BadInput(f"unknown parameter {', '.join(unknown)}: the chosen chapters have {', '.join(sorted(names))}")
+    check_names(given, set().union(*known.values()), "the chosen chapters have")
     check_values(given)
     for defaults in known.values():
         for name in given.keys() & defaults.keys():
             wanted, value = type(defaults[name]), given[name]
             if not isinstance(value, wanted) and not (wanted is float and isinstance(value, int)):
-                raise BadInput(
-                    f"parameter {name}={value!r}: expected {wanted.__name__}, as in its default {defaults[name]!r}"
-                )
+                expected = f"expected {wanted.__name__}, as in its default {defaults[name]!r}"
+                raise BadInput(f"parameter {name}={value!r}: {expected}")
     return {p: {k: v for k, v in given.items() if k in known[p]} for p in notebooks}
 
 
@@ -86,114 +76,105 @@ def needs_whole_gpu(notebook: Path) -> bool:
 
 
 def run_book(
-    names=(),
+    names: list[str],
+    parameters: dict,
     *,
-    parameters=None,
-    out=None,
-    engine="auto",
-    weights="real",
-    cell_limit=CELL_LIMIT,
-    run_limit=RUN_LIMIT,
-    publish_in=None,
-    note="",
-    say=print,
+    out: str | None = None,
+    cell_limit: float = 1500,
+    run_limit: float = 5400,
+    publish_in: str | None = None,
+    note: str = "",
 ) -> tuple[bool, Path]:
-    """Run the chapters in order against one server. Returns (all passed, run folder).
+    """Run the chapters in order against one server. Returns (no chapter failed, run folder). Limits in seconds.
 
     A failing chapter does not hide the others. Whatever ends this, the server is stopped and the report is written;
     with `publish_in` also a copy there that names no machine. `note` is kept in run.json: what its facts do not tell.
     """
-    notebooks = find_notebooks(list(names))
-    given = {"engine": engine, "weights": weights} | (parameters or {})
-    shares = sort_parameters(notebooks, given)
-    engine, reason, device = place(given)
-    alone = [p for p in notebooks if engine == "gpu" and needs_whole_gpu(p)]
+    notebooks = find_notebooks(names)
+    shares = sort_parameters(notebooks, parameters)
+    stage = open_chapter("run", {"weights": "real"} | parameters)
+    attached = stage.engine == "attached"
+    alone = [p for p in notebooks if stage.engine == "gpu" and needs_whole_gpu(p)]
     notebooks = [p for p in notebooks if p not in alone] + alone
     published = new_run_folder(publish_in) if publish_in else None
     folder = new_run_folder(out)
-    stage = Chapter("run", engine, reason, given, device, versions())
-    say(f"engine {engine}: {reason}\nrun folder {folder}")
-    began, clock, verdicts, held, env = time.time(), time.monotonic(), [], None, {}
-    with _terminable():
-        try:
-            if engine == "attached":
-                serving.Server.attach(given["base_url"])
-            elif any(".server(" in p.read_text() for p in notebooks if p not in alone):
-                say("looking for model and server, building what is not there")
-                held = serving.launch(stage.recipe(), log_dir=folder)
-                env = {serving.SHARED: serving.read_state(held).get("token", "")}
-                say("server starting (chapters that need it wait for it)")
-        except RecipeError:  # refused before anything ran: no run, no folder
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-            raise
-        try:
-            for notebook in notebooks:
-                if held and notebook in alone:
-                    say(f"{notebook.stem} needs the GPU for itself: leaving the server")
-                    serving.leave(held, wait=60)
-                left = run_limit - (time.monotonic() - clock)
-                given = shares[notebook] | ({} if engine == "attached" else {"engine": engine})
-                v = run_chapter(notebook, given, folder, cell_limit, left, env)
-                if v.status == "failed":
-                    explain(v, serving.read_state(held) if held else {})
-                verdicts.append(v)
-                say(
-                    f"{v.name}: {v.status}, {v.seconds:.0f} s"
-                    + (f" - cell {v.cell or '?'}: {v.reason}" if v.status == "failed" else "")
-                    + (f" - {v.reason}" if v.status == "skipped" else "")
-                )
-        finally:
-            if held:
+    say(f"engine {stage.engine}: {stage.reason}\nrun folder {folder}")
+    clock, verdicts, held, env = time.monotonic(), [], None, {}
+    try:
+        if attached:
+            serving.Server.attach(parameters["base_url"])
+        elif any(".server(" in p.read_text() for p in notebooks if p not in alone):
+            say("looking for model and server, building what is not there")
+            held = serving.launch(stage.recipe(), log_dir=folder)
+            env = {serving.SHARED: serving.read_state(held).get("token", "")}
+            say("server starting (chapters that need it wait for it)")
+    except RecipeError:  # refused before anything ran: no run, no folder
+        with suppress(OSError):
+            folder.rmdir()
+        raise
+    try:
+        for notebook in notebooks:
+            if held and notebook in alone:
+                say(f"{notebook.stem} needs the GPU for itself: leaving the server")
                 serving.leave(held, wait=60)
-            verdicts += [
-                Verdict(p.stem, reason="not reached: the run was interrupted") for p in notebooks[len(verdicts) :]
-            ]
-            write_run(folder, stage, verdicts, began, time.monotonic() - clock, held, note)
-            if published:
-                from .publish import publish
+            left = run_limit - (time.monotonic() - clock)
+            share = shares[notebook] | ({} if attached else {"engine": stage.engine})
+            verdicts.append(v := run_chapter(notebook, share, folder, cell_limit, left, env))
+            if v.status == "failed":
+                explain(v, serving.read_state(held) if held else {})
+            where = f"cell {v.cell or '?'}: " if v.status == "failed" else ""
+            say(f"{v.name}: {v.status}, {v.seconds:.0f} s" + (f" - {where}{v.reason}" if v.reason else ""))
+    finally:
+        if held:
+            serving.leave(held, wait=60)
+        unreached = notebooks[len(verdicts) :]
+        verdicts += [Verdict(p.stem, reason="not reached: the run was interrupted") for p in unreached]
+        write_run(folder, stage, verdicts, time.monotonic() - clock, held, note)
+        if published:
+            from .publish import publish
 
-                say(f"copy that names no machine: {publish(folder, published)}")
-    return bool(verdicts) and all(v.status != "failed" for v in verdicts), folder
+            say(f"copy that names no machine: {publish(folder, published)}")
+    return all(v.status != "failed" for v in verdicts), folder
 
 
 def run_chapter(
     notebook: Path, parameters: dict, folder: Path, cell_limit: float, left: float, env: dict | None = None
 ) -> Verdict:
     """One chapter under papermill, in a process of its own that ends with this one. Limits in seconds."""
-    executed, began = folder / f"{notebook.stem}.ipynb", time.monotonic()
+    executed, told, began = (
+        folder / f"{notebook.stem}.ipynb",
+        folder / f"{notebook.stem}.papermill.log",
+        time.monotonic(),
+    )
     if left <= 0:
         return Verdict(notebook.stem, reason="the time limit of the whole run was reached before it")
     argv = [sys.executable, "-m", "papermill", str(notebook), str(executed), "--inject-output-path"]
     argv += ["--cwd", str(notebook.parent), "--execution-timeout", str(max(1, round(cell_limit)))]
     argv += ["--progress-bar" if sys.stderr.isatty() else "--no-progress-bar"]
     argv += ["-y", yaml.safe_dump(parameters)] if parameters else []
-    told = folder / f"{notebook.stem}.papermill.log"
     with open(told, "wb") as log:
         process = subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=log, stderr=None if sys.stderr.isatty() else log,
             env=os.environ | homeless() | (env or {}), start_new_session=True, preexec_fn=partial(die_with_parent, signal.SIGTERM),
         )  # fmt: skip
-        try:
-            code, late = process.wait(left), False
-        except subprocess.TimeoutExpired:
-            code, late = None, True
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)  # papermill then saves the copy and shuts its kernel down
-                try:
-                    process.wait(10)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+    code = None
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            code = process.wait(left)
+    finally:
+        process.send_signal(signal.SIGINT)  # if it still runs: papermill then saves the copy and shuts its kernel down
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+        process.kill()
+        process.wait()
     verdict = judge(executed, folder / f"{notebook.stem}.json", code)
-    if verdict.status == "failed" and "CellTimeoutError" in serving.tail(told, 200):
+    verdict.seconds = round(time.monotonic() - began, 1)
+    if code is None:
+        verdict.status, verdict.reason = "failed", "the time limit of the whole run was reached"
+    elif verdict.status == "failed" and "CellTimeoutError" in serving.tail(told, 200):
         verdict.reason = f"the cell was stopped at its limit of {cell_limit:.0f} s"
     elif verdict.status == "failed" and "No space left on device" in serving.tail(told, 200):
         verdict.reason = f"no space left on the disk of {folder}: free some, then run again"
-    if late:
-        verdict.status, verdict.reason = "failed", "the time limit of the whole run was reached"
-    verdict.seconds = round(time.monotonic() - began, 1)
     return verdict
 
 
@@ -225,15 +206,9 @@ def new_run_folder(out: str | Path | None) -> Path:
 
 
 def write_run(
-    folder: Path,
-    stage: Chapter,
-    verdicts: list[Verdict],
-    began: float,
-    seconds: float,
-    held: Path | None,
-    note: str = "",
+    folder: Path, stage: Chapter, verdicts: list[Verdict], seconds: float, held: Path | None, note: str
 ) -> None:
-    """run.json, junit.xml and index.html of a run, also of one that was interrupted."""
+    """run.json, junit.xml, summary.md and index.html of a run, also of one that was interrupted."""
     from .lock import lock_facts
     from .report import write_page, write_report
 
@@ -246,7 +221,7 @@ def write_run(
             log = Path(shutil.copy(log, folder))
         run = {
             "format": 2, "passed": all(v.status != "failed" for v in verdicts),
-            "date": datetime.fromtimestamp(began).astimezone().isoformat(timespec="seconds"), "seconds": round(seconds, 1),
+            "date": datetime.fromtimestamp(stage.began).astimezone().isoformat(timespec="seconds"), "seconds": round(seconds, 1),
             "engine": stage.engine, "reason": stage.reason, "device": stage.device, "versions": stage.versions,
             **lock_facts(lock), "note": note, "weights": stage.parameters["weights"],
             "model": next(filter(None, models), {}) | shard_hashes(state),
@@ -271,18 +246,3 @@ def shard_hashes(state: dict) -> dict:
         with open(file, "rb") as f:
             found[file.name] = hashlib.file_digest(f, "sha256").hexdigest()
     return {"shards_sha256": found} if found else {}
-
-
-@contextlib.contextmanager
-def _terminable():
-    """SIGTERM and SIGHUP end the run as Ctrl-C does: server stopped, report written."""
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    before = {n: signal.signal(n, interrupt) for n in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for n, handler in before.items():
-            signal.signal(n, handler)

@@ -7,8 +7,10 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 
 import psutil
@@ -18,6 +20,7 @@ from .model_folder import revision_of
 from .paths import project_root, runs_dir, state_dir, writable, write_whole
 from .recipe import GPU_MODEL, TEACHING, ServeRecipe, recipe_for
 from .serving import Server
+from .show_table import table
 
 CLOSING = "qrecipe: {name} complete"
 SKIPPED = "qrecipe: {name} skipped"
@@ -37,67 +40,60 @@ class Chapter:
     device: str
     versions: dict
     began: float = field(default_factory=time.time)
-    _server: Server | None = None
-    progress: object = None
     exercises: dict = field(default_factory=dict)  # number -> state and tries, kept by `exercise`
+    _server: Server | None = None
 
     @property
     def weights(self) -> str:
         """Whose words come back: "teaching", "real", "dummy", or "unknown" on a foreign server."""
+        model = self.parameters.get("model", "auto")
         if self.engine == "attached":
-            return "teaching" if self._server and Path(self._server.root).name.startswith(TEACHING) else "unknown"
-        if self.parameters.get("weights") == "dummy":
+            model = self._server.root if self._server else ""
+        elif self.parameters.get("weights") == "dummy":
             return "dummy"
-        if self.engine == "cpu" and self.parameters.get("model", "auto") == "auto":
+        if Path(model).name.startswith(TEACHING) or (model, self.engine) == ("auto", "cpu"):
             return "teaching"
-        return "teaching" if Path(self.parameters.get("model", "")).name.startswith(TEACHING) else "real"
+        return "unknown" if self.engine == "attached" else "real"
 
     @property
     def words(self) -> bool:
         """True when the teaching model answers, so that exact words may be asserted."""
         return self.weights == "teaching"
 
-    @property
+    @cached_property
     def model_dir(self) -> str:
         """The folder (or hub id) that the server loads; of a foreign server that which it names as its root."""
-        if not hasattr(self, "_model_dir"):
-            self._model_dir = self._server.root if self.engine == "attached" and self._server else self._find_model()
-        return self._model_dir
-
-    def _find_model(self) -> str:
-        model, engine = self.parameters.get("model", "auto"), self.engine
-        if model == "auto" and self.parameters.get("weights") == "dummy":
-            return str(exact_shape("Qwen3.5-4B"))
-        if model == "auto" and engine == "gpu":
-            model = GPU_MODEL
-        if model == "auto":
-            return str(teaching_model())
         from .fetch import find_model
 
-        return str(find_model(model, weights=self.parameters.get("weights") != "dummy").path)
+        model, dummy = self.parameters.get("model", "auto"), self.parameters.get("weights") == "dummy"
+        if self.engine == "attached" and self._server:
+            return self._server.root
+        if model == "auto" and dummy:
+            return str(exact_shape("Qwen3.5-4B"))
+        if model == "auto" and self.engine != "gpu":
+            return str(teaching_model())
+        return str(find_model(GPU_MODEL if model == "auto" else model, weights=not dummy).path)
 
     @property
     def folder(self) -> Path:
         """Where this chapter writes: beside its executed copy, else a run folder of its own."""
-        return out_dir(self)
+        own = f"{datetime.fromtimestamp(self.began):%Y%m%d-%H%M%S}-{self.name}"
+        return writable(told_folder() or runs_dir() / own)
 
     def recipe(self, **changes) -> ServeRecipe:
         """The serve command of this chapter's engine, model and port."""
-        p = self.parameters
-        return recipe_for(
-            self.engine, self.model_dir, port=p.get("port", 8000), weights=p.get("weights", "real"), **changes
-        )
+        given = {"port": 8000, "weights": "real"} | self.parameters
+        return recipe_for(self.engine, self.model_dir, port=given["port"], weights=given["weights"], **changes)
 
     def server(self, recipe: ServeRecipe | None = None) -> Server:
         """The server to talk to: the one at `base_url`, the running one with these flags, or a new one (which takes its time)."""
-        if self._server is None:
-            if base_url := self.parameters.get("base_url"):
-                self._server = Server.attach(base_url)
-            else:
-                from .progress import StartProgress
+        from .progress import StartProgress
 
-                self.progress = StartProgress(self.engine)
-                self._server = Server.start(recipe or self.recipe(), grace=grace_time(), on_progress=self.progress)
+        if self._server is None and (base_url := self.parameters.get("base_url")):
+            self._server = Server.attach(base_url)
+        elif self._server is None:
+            progress = StartProgress(self.engine)
+            self._server = Server.start(recipe or self.recipe(), grace=grace_time(), on_progress=progress)
         return self._server
 
     @property
@@ -105,17 +101,33 @@ class Chapter:
         """The folder of the served model's tokenizer; where that is not here the teaching model's, which is the same."""
         return self.model_dir if Path(self.model_dir).is_dir() else str(teaching_model())
 
+    @cached_property
+    def _tokenizer(self):
+        from transformers import AutoTokenizer
+        from transformers.utils import logging
+
+        before = logging.get_verbosity()
+        logging.set_verbosity_error()  # it warns of another vendor's tokenizer whenever a vocabulary is this large
+        found = AutoTokenizer.from_pretrained(self.tokenizer_dir)
+        logging.set_verbosity(before)
+        return found
+
     def tokenizer(self):
         """The served model's tokenizer, loaded by transformers, which takes seconds."""
-        if not hasattr(self, "_tokenizer"):
-            from transformers import AutoTokenizer
-            from transformers.utils import logging
-
-            before = logging.get_verbosity()
-            logging.set_verbosity_error()  # it warns of another vendor's tokenizer whenever a vocabulary is this large
-            self._tokenizer = AutoTokenizer.from_pretrained(self.tokenizer_dir)
-            logging.set_verbosity(before)
         return self._tokenizer
+
+
+def open_chapter(name: str, parameters: dict) -> Chapter:
+    """A chapter of these parameters, its engine chosen. Raises BadInput for values that no chapter can work with."""
+    from .layers import choose_engine, gather
+
+    check_values(parameters)
+    facts, base_url = gather(), parameters.get("base_url")
+    device = ", ".join(f"{g.name}, {g.memory_gib:.1f} GiB" for g in facts.gpus)
+    device = device or f"{facts.cpu_name or 'CPU'}, {len(os.sched_getaffinity(0))} cores"
+    attached = ("attached", f"base_url names the server at {base_url}")
+    engine, reason = attached if base_url else choose_engine(facts, parameters.get("engine", "auto"))
+    return Chapter(name, engine, reason, parameters, device, versions())
 
 
 def begin(name: str, **parameters) -> Chapter:
@@ -123,44 +135,43 @@ def begin(name: str, **parameters) -> Chapter:
 
     `parameters` are all names of the cell tagged `parameters`. Raises BadInput with the sentence that mends it.
     """
+    from IPython.display import display
+
     global _current
     if _current is not None and _current._server is not None:
         _current._server.leave()
-    check_names(set(parameters))
-    check_values(parameters)
-    engine, reason, device = place(parameters)
-    _current = Chapter(name, engine, reason, parameters, device, versions())
+    for cell in shell().user_ns.get("In", []) if shell() else []:
+        if cell.lstrip().startswith("# Parameters"):  # papermill itself only warns of a name that it does not find
+            check_names(assigned(cell).keys() - set(INJECTED), parameters.keys(), "this chapter has")
+    _current = chapter = open_chapter(name, parameters)
     if parameters.get("base_url"):
-        _current.server()
-    from .show import table
-
-    rows = {
-        "engine": f"{engine}: {reason}",
-        "device": _current.device,
-        "versions": ", ".join(f"{k} {v}" for k, v in _current.versions.items()),
-    }
-    if _current.weights == "dummy":
+        chapter.server()
+    rows = {"engine": f"{chapter.engine}: {chapter.reason}", "device": chapter.device}
+    rows["versions"] = ", ".join(f"{k} {v}" for k, v in chapter.versions.items())
+    if chapter.weights == "dummy":
         rows["weights"] = "dummy: random numbers in the exact shape; every word that the model says is noise"
     if not os.environ.get("QRECIPE_QUIET"):
-        _display(table(list(rows.items()), ["this chapter runs on", ""]))
+        display(table(rows, ["this chapter runs on", ""]))
+    return chapter
+
+
+def current(asked: str) -> Chapter:
+    """The chapter that runs; `asked` is what needs one."""
+    if _current is None:
+        raise BadInput(f"{asked}() without begin(): run the chapter from its first cell")
     return _current
 
 
-def check_names(known: set[str]) -> None:
-    """Refuse what papermill injected under a name that the chapter does not have (papermill itself only warns)."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    history = shell.user_ns.get("In", []) if shell else []
-    for cell in history:
-        if cell.lstrip().startswith("# Parameters"):
-            given = {
-                t.id
-                for node in ast.parse(cell).body
-                if isinstance(node, ast.Assign)
-                for t in node.targets
-                if isinstance(t, ast.Name)
-            }
-            if unknown := sorted(given - known - set(INJECTED)):
-                raise BadInput(f"unknown parameter {', '.join(unknown)}: this chapter has {', '.join(sorted(known))}")
+def assigned(source: str) -> dict[str, ast.expr]:
+    """What a cell's plain assignments give to each name."""
+    nodes = [n for n in ast.parse(source).body if isinstance(n, ast.Assign)]
+    return {t.id: n.value for n in nodes for t in n.targets if isinstance(t, ast.Name)}
+
+
+def check_names(given: Iterable[str], known: Iterable[str], whose: str) -> None:
+    """Refuse parameters that nobody knows."""
+    if unknown := sorted(set(given) - set(known)):
+        raise BadInput(f"unknown parameter {', '.join(unknown)}: {whose} {', '.join(sorted(known))}")
 
 
 def check_values(parameters: dict) -> None:
@@ -189,18 +200,16 @@ def finish(measured: dict | None = None, next_step: str = "", **facts) -> None:
     `measured` maps a name to a value or to (value, unit). Under papermill the server is left, and if this was its last
     owner it is gone when the cell ends.
     """
-    chapter = _current
-    if chapter is None:
-        raise BadInput("finish() without begin(): run the chapter from its first cell")
-    pairs = {k: v if isinstance(v, tuple) else (v, "") for k, v in (measured or {}).items()}
-    from .show import table
+    from IPython.display import display
 
+    chapter = current("finish")
+    pairs = {k: v if isinstance(v, tuple) else (v, "") for k, v in (measured or {}).items()}
     if pairs:
-        _display(table([(k, _number(v), u) for k, (v, u) in pairs.items()], ["measured", "value", "unit"]))
+        display(table([(k, *pair) for k, pair in pairs.items()], ["measured", "value", "unit"]))
     if chapter.exercises:
         from . import exercise
 
-        _display(exercise.card())
+        display(exercise.card())
         facts["exercises"] = exercise.summary()
     if next_step:
         print(f"Next: {next_step}")
@@ -214,16 +223,13 @@ def skip(why: str) -> None:
     Writes NAME.json with status "skipped" and prints the line that a run is judged by. In JupyterLab the cell then stops
     with ChapterSkipped, so that no later cell is reached; in an unattended run the later cells are passed over.
     """
-    chapter = _current
-    if chapter is None:
-        raise BadInput("skip() without begin(): run the chapter from its first cell")
+    chapter = current("skip")
     print(why)
     _close(chapter, "skipped", {}, {"why": why})
     print(SKIPPED.format(name=chapter.name))
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    if shell is None or (os.environ.get("JPY_SESSION_NAME") and not _unattended()):
+    if attended() or not shell():
         raise ChapterSkipped(why)
-    shell.input_transformers_post.append(lambda lines: [])
+    shell().input_transformers_post.append(lambda lines: [])
 
 
 def _close(chapter: Chapter, status: str, measured: dict, facts: dict) -> None:
@@ -233,36 +239,33 @@ def _close(chapter: Chapter, status: str, measured: dict, facts: dict) -> None:
         "versions": chapter.versions, "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "seconds": round(time.time() - chapter.began, 1), "measured": measured, "model": model_facts(chapter), **facts,
     }  # fmt: skip
-    path = out_dir(chapter) / f"{chapter.name}.json"
-    write_whole(path, json.dumps(record, indent=1, ensure_ascii=False, default=_plain_number) + "\n")
+    path = chapter.folder / f"{chapter.name}.json"
+    plain = json.dumps(
+        record, indent=1, ensure_ascii=False, default=lambda v: v.item() if hasattr(v, "item") else str(v)
+    )
+    write_whole(path, plain + "\n")
     if chapter._server is not None:
         chapter._server.leave(wait=45.0 if grace_time() == 0 else 0.0)
-    print(f"wrote {_near(path)}")
-
-
-def out_dir(chapter: Chapter) -> Path:
-    """The folder of the executed copy when the runner names it, else a run folder of this chapter's own."""
-    own = f"{datetime.fromtimestamp(chapter.began):%Y%m%d-%H%M%S}-{chapter.name}"
-    return writable(told_folder() or runs_dir() / own)
+    near = path.resolve().is_relative_to(project_root())  # else this machine's folders are not named
+    print(f"wrote {path.resolve().relative_to(project_root()) if near else path.name}")
 
 
 def told_folder() -> Path | None:
     """The folder of the executed copy when the runner names it."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    told = (shell.user_ns.get("PAPERMILL_OUTPUT_PATH") if shell else None) or os.environ.get("QRECIPE_OUT")
-    folder = Path(told) if told else None
-    return folder if folder is None or folder.is_dir() else folder.parent
+    told = (shell() and shell().user_ns.get("PAPERMILL_OUTPUT_PATH")) or os.environ.get("QRECIPE_OUT")
+    if not told:
+        return None
+    return Path(told) if Path(told).is_dir() else Path(told).parent
 
 
 def model_facts(chapter: Chapter) -> dict:
     """Name, and where a pinned folder tells it, revision of the model that answered."""
-    if chapter._server is None and not hasattr(chapter, "_model_dir"):
+    if chapter._server is None and "model_dir" not in vars(chapter):
         return {}
     folder = Path(chapter.model_dir)
     facts = {"name": folder.name if os.sep in chapter.model_dir else chapter.model_dir}
-    if folder.is_dir() and (revision := revision_of(folder)):
-        facts["revision"] = revision
-    return facts
+    revision = revision_of(folder) if folder.is_dir() else None
+    return facts | ({"revision": revision} if revision else {})
 
 
 def teaching_model() -> Path:
@@ -291,68 +294,27 @@ def exact_shape(name: str) -> Path:
 
 def grace_time() -> float:
     """Seconds that a server outlives its last owner: ten minutes in JupyterLab, none in unattended runs and on the command line."""
-    return 600.0 if os.environ.get("JPY_SESSION_NAME") and not _unattended() else 0.0
+    return 600.0 if attended() else 0.0
 
 
-def _unattended() -> bool:
-    """True when papermill runs this kernel, be it from a terminal in JupyterLab."""
+def attended() -> bool:
+    """Whether a person's front end (JupyterLab) runs this kernel; not where papermill does, be it from JupyterLab's terminal."""
     try:
-        return "papermill" in " ".join(psutil.Process().parent().cmdline())
+        return bool(os.environ.get("JPY_SESSION_NAME")) and "papermill" not in " ".join(
+            psutil.Process().parent().cmdline()
+        )
     except (psutil.Error, AttributeError):
-        return False
+        return True
+
+
+def shell():
+    """The IPython shell of this process, None in plain Python."""
+    return sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
 
 
 def versions() -> dict[str, str]:
     """Installed versions of what a number depends on."""
     found = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in ("vllm", "torch", "transformers"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
+        found[name] = next((d.version for d in metadata.distributions(name=name)), "not installed")
     return found
-
-
-def place(parameters: dict) -> tuple[str, str, str]:
-    """(engine, why it was chosen, device): the GPU's name and memory, else the processor's name and the cores that may be used."""
-    from .layers import choose_engine, gather
-
-    facts, base_url = gather(), parameters.get("base_url")
-    device = ", ".join(f"{g.name}, {g.memory_gib:.1f} GiB" for g in facts.gpus)
-    device = device or f"{facts.cpu_name or 'CPU'}, {len(os.sched_getaffinity(0))} cores"
-    if base_url:
-        return "attached", f"base_url names the server at {base_url}", device
-    return *choose_engine(facts, parameters.get("engine", "auto")), device
-
-
-def _near(path: Path) -> str:
-    """The path as short as it can be said without naming this machine's folders."""
-    try:
-        return str(path.resolve().relative_to(project_root()))
-    except ValueError:
-        return path.name
-
-
-def _number(value) -> str:
-    return (
-        f"{value:,.4g}"
-        if isinstance(value, float) and abs(value) < 10000
-        else f"{value:,.0f}"
-        if isinstance(value, float)
-        else f"{value:,}"
-        if isinstance(value, int) and not isinstance(value, bool)
-        else str(value)
-    )
-
-
-def _plain_number(value):
-    return value.item() if hasattr(value, "item") else str(value)
-
-
-def _display(item) -> None:
-    if "IPython" in sys.modules and sys.modules["IPython"].get_ipython():
-        from IPython.display import display
-
-        display(item)
-    else:
-        print(item)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 from typing import Annotated
 
@@ -191,25 +192,16 @@ def run(
 
     if timeout <= 0 or cell_timeout <= 0:
         raise BadInput("--timeout and --cell-timeout are seconds and must be above 0")
-    given = dict(parameter(text) for text in p or [])
     if log:
-        import os
-
         if not os.path.isfile(log):
             raise BadInput(f"--log {log}: there is no such file")
         os.environ["QRECIPE_LOG"] = os.path.abspath(log)
-    passed, folder = run_book(
-        notebooks or (),
-        parameters=given,
-        out=out,
-        engine=engine,
-        weights=weights,
-        run_limit=timeout,
-        cell_limit=cell_timeout,
-        publish_in=publish,
-        note=note,
-        say=lambda text: print(text, flush=True),
-    )
+    for number in (signal.SIGTERM, signal.SIGHUP):  # end the run as Ctrl-C does: server stopped, report written
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
+    given = {"engine": engine, "weights": weights} | dict(parameter(text) for text in p or [])
+    limits = {"cell_limit": cell_timeout, "run_limit": timeout}
+    passed, folder = run_book(notebooks or [], given, out=out, publish_in=publish, note=note, **limits)
     print(f"{'no chapter failed' if passed else 'NOT all chapters passed'}; report: {folder / 'index.html'}")
     raise typer.Exit(0 if passed else 1)
 

@@ -5,7 +5,6 @@ printed AND its JSON is there. papermill's own status fields are not asked: afte
 A chapter that says it cannot run here (`qrecipe.skip`) is skipped: neither passed nor failed.
 """
 
-import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import nbformat
 
 from .chapter import CLOSING, SKIPPED
+from .paths import read_record
 
 DEAD = 138  # papermill's exit code for a dead kernel
 
@@ -66,15 +66,6 @@ def judge(executed: Path, record: Path, exit_code: int | None) -> Verdict:
         verdict.status, verdict.measured = ("skipped" if skipped else "passed"), told["measured"]
         verdict.reason = told.get("why", "") if skipped else ""
     return verdict
-
-
-def read_record(path: Path) -> dict:
-    """A JSON object from a file, {} when there is none that can be read."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def plain(text: str) -> str:

@@ -14,8 +14,7 @@ from statistics import median
 from typing import Any
 
 from .errors import BadInput
-from .judge import read_record
-from .paths import write_whole
+from .paths import read_record, write_whole
 
 FORMAT = 2  # of run.json
 FEWEST, FEW = 3, 8  # nights before, for any mark and for a spread that a single night cannot widen

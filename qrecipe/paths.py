@@ -1,5 +1,6 @@
 """Where the book keeps things: the project folder, its state folder (`.qrecipe`) and the run folders (`runs`)."""
 
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -46,15 +47,24 @@ def writable(folder: Path, mode: int = 0o777, room: int = 0) -> Path:
 
 def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
     """Write `text` so that a reader of `path` sees the old file or the new one, never half of it."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:80]}-")
+    part = path.with_name(f".{path.name[:80]}-{os.urandom(4).hex()}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as f:
+        handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with open(handle, "w", encoding="utf-8", errors="replace") as f:
             f.write(text)
-        os.chmod(name, mode & ~_umask())
-        os.replace(name, path)
+        part.replace(path)
     except BaseException:
-        os.unlink(name)
+        part.unlink(missing_ok=True)
         raise
+
+
+def read_record(path: Path) -> dict:
+    """A JSON object from a file, {} when there is none that can be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def homeless() -> dict[str, str]:
@@ -63,9 +73,3 @@ def homeless() -> dict[str, str]:
     if home.is_dir() and os.access(home, os.W_OK):
         return {}
     return {"HOME": str(writable(state_dir() / "home", mode=0o700))}
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current

@@ -1,12 +1,11 @@
 """What moves: sliders and menus above a memory bar that is redrawn at once, as SVG (matplotlib takes 0.2 s a drawing)."""
 
 import html
-import os
-import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from .chapter import attended as is_live
 from .show import CARD, COLORS, INK, _look_of, part_name
 
 HATCH = {
@@ -77,13 +76,6 @@ def memory_svg(
 
 def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
     return f'<text x="{x:.1f}" y="{y}" font-size="13" text-anchor="{anchor}" fill="{INK}" font-family="sans-serif">{html.escape(text)}</text>'
-
-
-def is_live() -> bool:
-    """Whether a person's front end (JupyterLab) runs this kernel, so that widgets can answer. Unattended runs are not."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    told = shell is not None and "PAPERMILL_OUTPUT_PATH" in shell.user_ns
-    return bool(os.environ.get("JPY_SESSION_NAME")) and not told
 
 
 def dashboard(draw: Callable[..., str], controls: Mapping[str, Sequence[Any]], **start: Any) -> Any:

@@ -48,7 +48,7 @@ def test_where_an_llm_can_run(monkeypatch, engine, parameters, memory, why):
     monkeypatch.setattr(batch, "gpu_memory", lambda **_: memory)
     monkeypatch.setattr(layers, "choose_engine", lambda facts, asked: ("gpu" if memory else "cpu", "stub"))
     chapter = Chapter("07_offline_inference", engine, "", parameters, "", {})
-    chapter._model_dir = "far/away" if engine == "attached" else str(ROOT)
+    chapter.model_dir = "far/away" if engine == "attached" else str(ROOT)
     found = place(chapter)
     assert (why is None and found.why_not is None) or why in found.why_not
     assert found.engine == ("gpu" if memory else "cpu")
