@@ -6,15 +6,17 @@ KV pool = utilization × total − consumed (weights + non-torch) − peak activ
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, fields, replace
+from collections import namedtuple
+from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 from qrecipe import overhead
-from qrecipe.cards import Card, find_card, parse_size
+from qrecipe.cards import Card, cards, find_card, parse_size
 from qrecipe.checks import check_number, version_tuple
-from qrecipe.errors import BadInput, NotCovered
+from qrecipe.errors import BadInput, NotCovered, RecipeError
+from qrecipe.flags import Flags
 from qrecipe.overhead import GIB, Estimate
 from qrecipe.pool import TOKENS_FROM_CONCURRENCY, Pool, plan_pool
 from qrecipe.shape import ModelShape, load_shape
@@ -33,60 +35,10 @@ BATCH = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
 MORE_KEYS = (*BATCH, "text_only", "consumed_gib", "blocks_range", "kv_cache_tokens_range", "stages_gib")
 PARTS = {"weights": "weights_gib", "non-torch": "non_torch_gib", "activation": "activation_gib"}
 PARTS |= {"CUDA graphs": "cuda_graph_gib", "KV pool": "available_kv_gib"}
-RANGES = {"gpu_memory_utilization": (0.01, 1), "speculative_tokens": (0, 64)}  # the others from 1
 
 
-@dataclass(frozen=True)
-class Flags:
-    """Every flag of `vllm serve` that moves memory, as given; None means vLLM's default."""
-
-    max_model_len: int | None = None
-    gpu_memory_utilization: float | None = None
-    dtype: str = "auto"
-    quantization: str | None = None
-    kv_cache_dtype: str = "auto"
-    mamba_ssm_cache_dtype: str | None = None
-    prefix_caching: bool | None = None
-    speculative_tokens: int = 0
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    enforce_eager: bool = False
-    block_size: int | None = None
-    language_model_only: bool = False
-    limit_mm_per_prompt: dict | str | None = None
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    data_parallel_size: int = 1
-    nodes: int = 1
-    vllm_version: str = "0.27.0"
-
-    def __post_init__(self) -> None:
-        for f in fields(self):
-            value, kinds = getattr(self, f.name), f.type.split(" | ")
-            if value is None:
-                object.__setattr__(self, f.name, f.default)
-            elif kinds[0] in ("int", "float"):
-                check_number(value, f.name, *RANGES.get(f.name, (1, 10**8)), int if kinds[0] == "int" else float)
-            elif type(value).__name__ not in kinds:
-                raise BadInput(f"{f.name} is {value!r}; {' or '.join(k for k in kinds if k != 'None')} is expected")
-        version_tuple(self.vllm_version), self.text_only
-        if self.block_size and self.block_size % 16:
-            raise BadInput(f"block_size is {self.block_size}; attention kernels need a multiple of 16")
-        ranks = self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
-        if ranks % self.nodes:
-            even = [n for n in range(1, min(ranks, 64) + 1) if ranks % n == 0]
-            raise BadInput(f"nodes is {self.nodes}; {ranks} (tensor × pipeline × data) ranks spread evenly over {even}")
-
-    @property
-    def text_only(self) -> bool:
-        """Whether the vision tower is skipped: by the switch, or when image and video limits are both 0."""
-        limits = self.limit_mm_per_prompt
-        try:
-            limits = json.loads(limits) if isinstance(limits, str) else limits or {}
-            counts = [limits.get(name, 999) for name in ("image", "video")]
-        except (ValueError, AttributeError, RecursionError):
-            raise BadInput(f'limit_mm_per_prompt is {limits!r}; JSON is expected: {{"image": 4, "video": 0}}') from None
-        return self.language_model_only or all((c.get("count") if isinstance(c, dict) else c) == 0 for c in counts)
+# One change of flags and what it buys: GiB of KV pool, tokens and full-length requests (at the new settings).
+Lever = namedtuple("Lever", "name flag kv_gib tokens requests note")
 
 
 @dataclass(frozen=True)
@@ -171,14 +123,13 @@ def budget(
         shape = replace(shape, mtp_layers=1)
         assumed.append("mtp_num_hidden_layers is absent: 1 assumed")
     f = _defaults(shape, given, card, total, assumed)
-    pool = plan_pool(shape, **{name: getattr(f, name) for name in plan_pool.__kwdefaults__})
-    vision, tp, pp = bool(shape.vision and not f.text_only), f.tensor_parallel_size, f.pipeline_parallel_size
+    pool = plan_pool(shape, **vars(f))
     try:
-        w, why = weigh(shape, f.dtype, f.quantization, vision, mtp, tp, pp, f.vllm_version), ""
+        w, why = weigh(shape, f), ""
     except BadInput as e:  # a size that only the weights need
         w, why = None, f"not known: {e}"
     b = Budget(shape, given, f, pool, w, card, total)
-    b.figures.update({name: getattr(f, name) for name in BATCH}, text_only=not vision)
+    b.figures.update({name: getattr(f, name) for name in BATCH}, text_only=not shape.vision or f.text_only)
     b.how.update(weights_gib=why, fits="assumed: " + "; ".join(assumed or ["nothing"]))
     for name, e in _estimates(b).items():
         b.put(name, e.scaled(factors[name]) if name in factors else e)
@@ -346,9 +297,49 @@ def learn(log: Any, model: Any) -> tuple[float | None, dict[str, float]]:
     return log.total_gib, factors
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("largest_max_model_len", "smallest_card", "levers"):
-        from qrecipe import answers
+def fitting(model: Any, **settings: Any) -> Budget:
+    """The budget of these settings; where it does not fit and max_num_seqs was left open, with no more than it has blocks."""
+    found = budget(model, **settings)
+    if not found.fits and found.flags.max_num_seqs is None and found.blocks:
+        found = budget(model, **settings | {"max_num_seqs": min(found.blocks, found.max_num_seqs)})
+    return found
 
-        return getattr(answers, name)
-    raise AttributeError(name)
+
+def smallest_card(model: Any, *, requests: float = 1.0, **settings: Any) -> Card | None:
+    """The smallest bundled card that holds `requests` full-length requests at once, if need be with fewer sequences than
+    vLLM's default; None if no card does."""
+    for card in cards():
+        found = fitting(model, **settings | {"gpu": card, "gpu_memory_gib": None, "available_kv_gib": None})
+        if found.fits and found.max_concurrency >= requests:
+            return card
+    return None
+
+
+def levers(model: Any, **settings: Any) -> list[Lever]:
+    """What each change would buy over these settings, largest gain in tokens first. Needs a card or its memory."""
+    base = budget(model, **settings)
+    half, pair = max(1, base.max_model_len // 2), 2 * base.used.tensor_parallel_size
+    options = [
+        ("fp8 KV cache", {"kv_cache_dtype": "fp8"}, "half the bytes a token; check the quality"),
+        ("text only", {"language_model_only": True}, "no pictures, no vision tower"),
+        ("half the context", {"max_model_len": half}, "more requests at once, each shorter"),
+        ("more of the card", {"gpu_memory_utilization": 0.95}, "only while nothing else uses the card"),
+        ("no CUDA graphs", {"enforce_eager": True}, "slower decoding"),
+        ("8-bit weights", {"quantization": "fp8"}, "weights in fp8"),
+        ("4-bit weights", {"quantization": "awq"}, "another checkpoint"),
+        ("fewer sequences", {"max_num_seqs": 64}, "a smaller sampler peak and fewer graphs"),
+        ("two cards", {"tensor_parallel_size": pair}, "half the weights on each"),
+    ]
+    keys, found = ("available_kv_gib", "kv_cache_tokens", "max_concurrency"), []
+    for name, change, note in options:
+        ((key, value),) = change.items()
+        try:
+            other = budget(model, **settings | change)
+        except RecipeError:
+            continue
+        if None in (base.fits, other.fits) or (key == "quantization" and base.weights and base.weights.method):
+            continue
+        flag = "" if value == "awq" else f"--{key.replace('_', '-')} {value}".removesuffix(" True")
+        gains = [getattr(other, k) - getattr(base, k) for k in keys]
+        found += [Lever(name, flag or "an AWQ or GPTQ checkpoint", *gains, note)] if max(gains) > 0 else []
+    return sorted(found, key=lambda x: -x.tokens)

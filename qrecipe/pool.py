@@ -8,9 +8,11 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil
+from typing import Any
 
 from qrecipe.checks import version_tuple
 from qrecipe.errors import BadInput
+from qrecipe.flags import Flags
 from qrecipe.shape import ModelShape
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4}
@@ -74,30 +76,20 @@ class Pool:
         return bisect_right(range(1, limit + 1), self.blocks(available), key=self.need)
 
 
-def plan_pool(
-    shape: ModelShape,
-    *,
-    dtype: str = "bfloat16",
-    kv_cache_dtype: str = "auto",
-    mamba_ssm_cache_dtype: str | None = None,
-    prefix_caching: bool | None = None,
-    speculative_tokens: int = 0,
-    block_size: int | None = None,
-    tensor_parallel_size: int = 1,
-    pipeline_parallel_size: int = 1,
-    max_num_batched_tokens: int | None = None,
-) -> Pool:
-    """Lay out the pool by the flags of `vllm serve`. BadInput when parallelism does not divide the model, or a window is
+def plan_pool(shape: ModelShape, **flags: Any) -> Pool:
+    """Lay out the pool by the `Flags` of `vllm serve`. BadInput when parallelism does not divide the model, or a window is
     unknown (it reserves two batches, as under asynchronous scheduling, or one a pipeline stage)."""
-    tp, pp, spec = tensor_parallel_size, pipeline_parallel_size, speculative_tokens
+    f = Flags(**flags)
+    tp, pp, spec, dtype = f.tensor_parallel_size, f.pipeline_parallel_size, f.speculative_tokens, f.dtype
+    dtype = shape.dtype if dtype == "auto" else dtype
     check_parallel(shape, tp, pp)
-    kv_dtype = (shape.kv_scheme or dtype) if kv_cache_dtype == "auto" else kv_cache_dtype
+    kv_dtype = (shape.kv_scheme or dtype) if f.kv_cache_dtype == "auto" else f.kv_cache_dtype
     kv_bytes = _bytes("kv_cache_dtype", kv_dtype, KV_BYTES)
     token = 2 * max(1, shape.kv_heads // tp) * shape.head_dim * kv_bytes
-    block, state = block_size or 16, 0
+    block, state = f.block_size or 16, 0
     if shape.hybrid:  # convolution and recurrent state of one layer, then the block that holds it
-        named = mamba_ssm_cache_dtype not in (None, "auto")
-        state_dtype = mamba_ssm_cache_dtype if named else shape.state_dtype or dtype
+        named = f.mamba_ssm_cache_dtype not in (None, "auto")
+        state_dtype = f.mamba_ssm_cache_dtype if named else shape.state_dtype or dtype
         channels = (2 * shape.gdn_k_heads * shape.gdn_k_dim + shape.gdn_v_heads * shape.gdn_v_dim) // tp
         state = (shape.conv_kernel - 1 + spec) * channels * DTYPE_BYTES[dtype]
         recurrent = shape.gdn_v_heads // tp * shape.gdn_v_dim * shape.gdn_k_dim
@@ -107,9 +99,9 @@ def plan_pool(
     kinds = [*shape.layers, *["full"] * (max(1, shape.mtp_layers) if spec else 0)]
     if "sliding" in kinds and shape.window is None:
         raise BadInput(f"{shape.name}: its sliding_window is unknown; give a full config.json")
-    in_flight = (max_num_batched_tokens or 2048) * max(2, pp)
+    in_flight = (f.max_num_batched_tokens or 2048) * max(2, pp)
     groups, largest = _group(kinds, split_layers(len(shape.layers), pp))
-    return Pool(block, token, state, groups, largest, shape.window, in_flight, (2 if prefix_caching else 1) + spec)
+    return Pool(block, token, state, groups, largest, shape.window, in_flight, (2 if f.prefix_caching else 1) + spec)
 
 
 def _bytes(flag: str, name: str, table: dict[str, int]) -> int:

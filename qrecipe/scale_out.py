@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from qrecipe.answers import fitting
 from qrecipe.cards import Card, find_card
 from qrecipe.checks import check_number
 from qrecipe.errors import RecipeError
-from qrecipe.memory import Budget
+from qrecipe.memory import Budget, fitting
 
 SIZES = (1, 2, 4, 8, 16)
 MASTER = "MASTER"  # stands for the first host's address in commands for several hosts

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from qrecipe.checks import version_tuple
 from qrecipe.errors import BadInput, NotCovered
+from qrecipe.flags import Flags
 from qrecipe.pool import DTYPE_BYTES, split_layers
 from qrecipe.shape import ModelShape, Tensor
 
@@ -72,17 +73,16 @@ def _converted(wide: int, narrow: int, freed: list[int]) -> int:
     return sizes[1]
 
 
-def weigh(
-    shape: ModelShape, dtype: str, quantization: str | None, vision: bool, mtp: bool, tp: int, pp: int, version: str
-) -> Weights:
-    """Bytes loaded on each pipeline stage of one tensor-parallel rank."""
-    method, each = method_of(shape, quantization), DTYPE_BYTES[dtype]
+def weigh(shape: ModelShape, f: Flags) -> Weights:
+    """Bytes loaded on each pipeline stage of one tensor-parallel rank. f.dtype: as served."""
+    method, each = method_of(shape, f.quantization), DTYPE_BYTES[f.dtype]
+    tp, pp = f.tensor_parallel_size, f.pipeline_parallel_size
     packed, band = (METHODS[method]["bytes"], METHODS[method]["band"]) if method else (each, 0.01)
-    spared = _spared(shape.quant_config if quantization in (None, shape.quantization) else {})
+    spared = _spared(shape.quant_config if f.quantization in (None, shape.quantization) else {})
     online = method == "fp8" and not shape.quantization  # of a 16-bit checkpoint, while it loads: the vision tower too
-    stages, split_limit = split_layers(len(shape.layers), pp), version_tuple(version) >= SPLIT_FROM
+    stages, split_limit = split_layers(len(shape.layers), pp), version_tuple(f.vllm_version) >= SPLIT_FROM
     loaded, raw, kept, freed = [0] * pp, [0] * pp, set(), [[] for _ in stages]
-    for t in shape.tensors(vision, mtp):
+    for t in shape.tensors(not f.text_only, f.speculative_tokens > 0):
         module = f"model.layers.{t.layer}.{TABLES['modules'].get(t.name, '')}"
         covered = t.linear and (t.part != "vision" or online) and t.part != "mtp"
         quantized = method and covered and not spared.match(module)

@@ -116,7 +116,7 @@ def test_the_advice_for_a_context_that_does_not_fit_starts():
 
 
 def test_vllms_own_estimated_length():
-    assert memory.largest_max_model_len("Qwen3.5-4B", available_kv_gib=3.35) == 107_712
+    assert memory.longest_of(budget("Qwen3.5-4B", available_kv_gib=3.35)) == 107_712
 
 
 def test_the_peak_of_every_eager_start_is_its_largest_phase():
