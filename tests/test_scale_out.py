@@ -40,6 +40,7 @@ def test_the_public_logs_are_of_several_kinds():
 
 
 def test_what_one_head_for_all_ranks_needs_is_refused_by_name():
+    # every one of DeepSeek-R1's eight ranks holds all of it (41.60 GiB were 635,648 tokens, vLLM 0.11.2): not covered
     with pytest.raises(NotCovered, match="MLA"):
         budget("DeepSeek-V3", tensor_parallel_size=8, available_kv_gib=46.8)
 
