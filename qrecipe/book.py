@@ -22,7 +22,7 @@ from . import serving
 from .chapter import Chapter, assigned, check_names, check_values, open_chapter
 from .errors import BadInput, RecipeError
 from .judge import Verdict, judge
-from .paths import ROOM, homeless, project_root, read_record, runs_dir, writable, write_whole
+from .paths import ROOM, fresh_folder, homeless, project_root, read_record, runs_dir, writable, write_whole
 from .processes import die_with_parent
 
 say = partial(print, flush=True)
@@ -194,10 +194,7 @@ def explain(verdict: Verdict, state: dict) -> None:
 def new_run_folder(out: str | Path | None) -> Path:
     """`out`, which must be new or empty, or a fresh `runs/STAMP`."""
     if out:
-        folder = Path(out).absolute()
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise BadInput(f"{folder} exists and is not an empty folder: name another --out, or remove it")
-        return writable(folder, room=ROOM)
+        return writable(fresh_folder(out), room=ROOM)
     base = runs_dir() / datetime.now().strftime("%Y%m%d-%H%M%S")
     folder, n = base, 1
     while folder.exists():

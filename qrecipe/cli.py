@@ -4,6 +4,8 @@ import json
 import os
 import signal
 import sys
+import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -24,7 +26,7 @@ def main() -> None:
             from .size_command import predict
 
             sys.exit(predict(sys.argv[2:]))
-        app(args=fold_parameters(sys.argv[1:]))
+        app(args=joined(sys.argv[1:]))
     except RecipeError as e:
         print(f"qrecipe: {e}", file=sys.stderr)
         sys.exit(e.exit_code)
@@ -36,25 +38,17 @@ def main() -> None:
         sys.exit(1)
 
 
-def fold_parameters(args: list[str]) -> list[str]:
-    """`-p NAME VALUE` as one option value, NAME=VALUE, which typer can take."""
-    out, rest = [], list(args)
-    while rest:
-        word = rest.pop(0)
-        if word == "-p" and len(rest) >= 2 and "=" not in rest[0]:
-            out += ["-p", f"{rest.pop(0)}={rest.pop(0)}"]
-        else:
-            out.append(word)
+def joined(args: list[str]) -> list[str]:
+    """`-p NAME VALUE` with NAME=VALUE as the one word that an option of typer can take."""
+    words, out = iter(args), []
+    for word in words:
+        out += [word, f"{next(words, '')}={next(words, '')}"] if word == "-p" else [word]
     return out
 
 
 def show(data, as_json: bool, lines) -> None:
     """Print `data` as JSON, or the lines made for a person."""
-    if as_json:
-        print(json.dumps(data, indent=1, ensure_ascii=False))
-    else:
-        for line in lines:
-            print(line)
+    print(json.dumps(data, indent=1, ensure_ascii=False) if as_json else "\n".join(lines))
 
 
 @app.command()
@@ -62,9 +56,7 @@ def serve(
     model: Annotated[str, typer.Argument(help="auto, a model folder, or a hub id")] = "auto",
     engine: str = "auto",
     port: Port = 8000,
-    host: Annotated[
-        str, typer.Option(help="where it listens; other than this machine itself only with a key")
-    ] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="where it listens; beyond this machine only with a key")] = "127.0.0.1",
     weights: Annotated[str, typer.Option(help="real, or dummy: the exact shape with random weights")] = "real",
     max_model_len: int = 32768,
     max_num_seqs: int | None = None,
@@ -75,34 +67,26 @@ def serve(
     nodes: Annotated[int, typer.Option(help="hosts that the ranks spread over, joined by Ray", min=1)] = 1,
     head: Annotated[str, typer.Option(help="with --nodes: HOST:PORT of the Ray head")] = "",
     keep: Annotated[bool, typer.Option("--keep", help="leave it running until 'qrecipe stop'")] = False,
-    new_key: Annotated[
-        bool, typer.Option("--new-key", help="make an API key, kept in a file only you can read")
-    ] = False,
-    images_from: Annotated[str | None, typer.Option(help="the one domain that pictures may be fetched from")] = None,
+    new_key: Annotated[bool, typer.Option("--new-key", help="make an API key, in a file only you can read")] = False,
+    allowed_media_domains: Annotated[
+        str | None, typer.Option("--images-from", help="the one domain that pictures may be fetched from")
+    ] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="run Python code of the model's folder")
     ] = False,
-    extra: Annotated[
-        list[str] | None, typer.Option("--extra", help="one more word of vllm serve's command line; may be repeated")
-    ] = None,
+    extra: Annotated[list[str], typer.Option(help="one more word of vllm serve; may be repeated")] = [],  # noqa: B006
 ) -> None:
     """Start the book's server, wait until it answers; without --keep it ends with this command (Ctrl-C)."""
-    from .chapter import Chapter, check_values
-    from .layers import choose_engine, gather
+    given = {name: value for name, value in locals().items() if value is not None}
+    from .chapter import open_chapter
     from .progress import StartProgress
+    from .recipe import ServeRecipe
     from .serving import OPEN_PATHS, Server, read_state
     from .supervisor import ENDED
 
-    parameters = {"engine": engine, "model": model, "port": port, "weights": weights}
-    check_values(parameters)
-    chosen, reason = choose_engine(gather(), engine)
-    changes = {"max_num_seqs": max_num_seqs, "allowed_media_domains": images_from}
-    changes |= {"tensor_parallel_size": tensor_parallel_size, "pipeline_parallel_size": pipeline_parallel_size}
-    changes |= {"data_parallel_size": data_parallel_size}
-    recipe = Chapter("serve", chosen, reason, parameters, "", {}).recipe(
-        max_model_len=max_model_len, gpu_memory_utilization=gpu_memory_utilization, extra=tuple(extra or []), host=host,
-        trust_remote_code=trust_remote_code, **{k: v for k, v in changes.items() if v is not None},
-    )  # fmt: skip
+    chapter = open_chapter("serve", {name: given.pop(name) for name in ("engine", "model", "port", "weights")})
+    flags = {name: value for name, value in given.items() if name in ServeRecipe.__dataclass_fields__}
+    recipe = chapter.recipe(**flags | {"extra": tuple(extra)})
     if (nodes > 1) != bool(head):
         raise BadInput("several hosts need both: --nodes with their number, and --head with HOST:PORT of the Ray head")
     if nodes > 1:
@@ -110,20 +94,17 @@ def serve(
             raise BadInput(
                 f"{nodes} nodes: {recipe.ranks} rank{'s do' if recipe.ranks > 1 else ' does'} not spread evenly over them with tensor parallelism inside each; let the pipeline- or data-parallel size be a multiple of {nodes}"
             )
-        env = recipe.env | {"RAY_ADDRESS": head}
-        recipe = recipe.with_(distributed_executor_backend="ray", env=env)
+        recipe = recipe.with_(distributed_executor_backend="ray", env=recipe.env | {"RAY_ADDRESS": head})
     print(recipe.command())
     if trust_remote_code:
         print("trust-remote-code is on: Python code of the model's folder will run on this machine as you")
-    server = Server.start(recipe, keep=keep, new_key=new_key, on_progress=StartProgress(chosen))
+    server = Server.start(recipe, keep=keep, new_key=new_key, on_progress=StartProgress(chapter.engine))
     print(f"{server.base_url} serves {server.model}; log {server.log}")
     if server.api_key != "EMPTY":
         print(f"its API key is in {server.folder / 'api-key'}; open without it: {OPEN_PATHS}")
     if keep:
         return
     print("Ctrl-C stops it.", flush=True)
-    import time
-
     try:
         while (state := read_state(server.folder)).get("status", "ready") not in ENDED:
             time.sleep(0.5)
@@ -140,14 +121,9 @@ def status(
     from . import serving
 
     found = serving.status(port)
-    show(
-        found,
-        as_json,
-        [f"port {s['port']}: {s['status']}, {s['owners']} owners, {s['model']}, log {s['log']}" for s in found]
-        or ["no server"],
-    )
-    if not any(s["status"] in ("starting", "ready") for s in found):
-        raise typer.Exit(1)
+    told = [f"port {s['port']}: {s['status']}, {s['owners']} owners, {s['model']}, log {s['log']}" for s in found]
+    show(found, as_json, told or ["no server"])
+    raise typer.Exit(0 if any(s["status"] in ("starting", "ready") for s in found) else 1)
 
 
 @app.command()
@@ -156,10 +132,11 @@ def stop(
 ) -> None:
     """Stop the server on this port, whoever uses it, and wait until it is gone."""
     from . import serving
+    from .supervisor import ENDED
 
     for one in [s["port"] for s in serving.status()] if every else [port]:
         before, state = serving.status(one), serving.stop(one)
-        if before and before[0]["status"] not in ("stopped", "failed", "died"):
+        if before and before[0]["status"] not in ENDED:
             print(f"stopped the server on port {one}")
         else:
             print(f"no server runs on port {one}" + (f" (last: {state['status']})" if state else ""))
@@ -167,62 +144,56 @@ def stop(
 
 @app.command()
 def run(
-    notebooks: Annotated[
-        list[str] | None, typer.Argument(help="03, 03_serve or a path; all when none is named")
-    ] = None,
-    p: Annotated[
-        list[str] | None,
-        typer.Option("-p", help="a chapter's parameter as NAME VALUE or NAME=VALUE", metavar="NAME VALUE"),
-    ] = None,
+    notebooks: Annotated[list[str], typer.Argument(help="03, 03_serve or a path; all when none is named")] = [],  # noqa: B006
+    p: Annotated[list[str], typer.Option("-p", help="a chapter's parameter", metavar="NAME VALUE")] = [],  # noqa: B006
     out: Annotated[str | None, typer.Option(help="the run folder; runs/STAMP when not given")] = None,
     engine: Annotated[str, typer.Option(help="auto, cpu or gpu")] = "auto",
     weights: Annotated[str, typer.Option(help="real or dummy")] = "real",
-    timeout: Annotated[float, typer.Option(help="limit for the whole run in seconds")] = 5400,
-    cell_timeout: Annotated[float, typer.Option(help="limit for one cell in seconds")] = 1500,
-    log: Annotated[
-        str | None, typer.Option(help="the log of the server at base_url, for chapters that read one")
-    ] = None,
-    publish: Annotated[
-        str | None, typer.Option(help="also a stamped copy in this new folder that names no machine")
-    ] = None,
+    timeout: Annotated[float, typer.Option(help="limit for the whole run in seconds", min=1)] = 5400,
+    cell_timeout: Annotated[float, typer.Option(help="limit for one cell in seconds", min=1)] = 1500,
+    log: Annotated[str, typer.Option(help="the log of the server at base_url, for chapters that read one")] = "",
+    publish: Annotated[str, typer.Option(help="also a stamped copy in this new folder that names no machine")] = "",
     note: Annotated[str, typer.Option(help="kept in run.json: what else its reader must know")] = "",
 ) -> None:
     """Run the book (or some chapters) with papermill, judge each chapter, write the report."""
     from .book import run_book
 
-    if timeout <= 0 or cell_timeout <= 0:
-        raise BadInput("--timeout and --cell-timeout are seconds and must be above 0")
+    if log and not os.path.isfile(log):
+        raise BadInput(f"--log {log}: there is no such file")
     if log:
-        if not os.path.isfile(log):
-            raise BadInput(f"--log {log}: there is no such file")
         os.environ["QRECIPE_LOG"] = os.path.abspath(log)
     for number in (signal.SIGTERM, signal.SIGHUP):  # end the run as Ctrl-C does: server stopped, report written
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
-    given = {"engine": engine, "weights": weights} | dict(parameter(text) for text in p or [])
+    given = {"engine": engine, "weights": weights} | dict(map(parameter, p))
     limits = {"cell_limit": cell_timeout, "run_limit": timeout}
-    passed, folder = run_book(notebooks or [], given, out=out, publish_in=publish, note=note, **limits)
+    passed, folder = run_book(notebooks, given, out=out, publish_in=publish, note=note, **limits)
     print(f"{'no chapter failed' if passed else 'NOT all chapters passed'}; report: {folder / 'index.html'}")
     raise typer.Exit(0 if passed else 1)
+
+
+def parameter(text: str) -> tuple[str, object]:
+    """The value of NAME=VALUE read as JSON where it is JSON, else as text."""
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads({"True": "true", "False": "false"}.get(value, value))
+    except ValueError:
+        return name, value
 
 
 @app.command()
 def report(
     folders: Annotated[list[str], typer.Argument(metavar="DIR...", help="run folders, or folders of run folders")],
-    out: Annotated[
-        str | None, typer.Option(help="where nights.html and nights.json go; runs/report when not given")
-    ] = None,
-    bound: Annotated[float, typer.Option(help="a change for the worse by more than this share is a regression")] = 0.10,
+    out: Annotated[str, typer.Option(help="where nights.html and nights.json go; runs/report when not given")] = "",
+    bound: Annotated[
+        float, typer.Option(help="a change for the worse by more than this share is a regression", min=0, max=10)
+    ] = 0.10,
     as_json: Json = False,
 ) -> None:
     """Runs side by side, night by night; exit 1 when the latest stands out for the worse."""
-    from pathlib import Path
-
     from .nights import compare, write_nights
     from .paths import runs_dir, writable
 
-    if not 0 <= bound < 10:
-        raise BadInput(f"--bound {bound}: expected a share such as 0.10")
     found = compare([Path(f) for f in folders], bound)
     page = write_nights(writable(Path(out) if out else runs_dir() / "report"), found)
     lines = [f"note: {n}" for n in found["notes"]] + [f"changed: {c}" for c in found["changed"]]
@@ -231,28 +202,13 @@ def report(
     raise typer.Exit(1 if found["regressions"] else 0)
 
 
-def parameter(text: str) -> tuple[str, object]:
-    """NAME=VALUE with the value read as JSON where it is JSON, else as text."""
-    name, found, value = text.partition("=")
-    if not found or not name.isidentifier():
-        raise BadInput(f"-p {text!r}: expected NAME VALUE, for example -p port 8001")
-    try:
-        return name, json.loads({"True": "true", "False": "false"}.get(value, value))
-    except ValueError:
-        return name, value
-
-
 @app.command("teaching-model")
 def teaching_model(directory: str) -> None:
     """Assemble the teaching model's folder (config, tokenizer, weights) in DIRECTORY."""
-    from pathlib import Path
-
+    from .paths import fresh_folder
     from .teaching_model import build
 
-    folder = Path(directory)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise BadInput(f"{folder} exists and is not an empty folder: name another one, or remove it")
-    print(build(folder))
+    print(build(fresh_folder(directory)))
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True}, add_help_option=False)
@@ -271,11 +227,8 @@ def read(file: Annotated[str, typer.Argument(help="a vLLM log, also .gz")], as_j
     facts = read_log(file).as_dict()
     failure = facts.get("failure")
     plain = [f"{k:24} {v}" for k, v in facts.items() if v is not None and not isinstance(v, (list, dict))]
-    told = (
-        [f"failure: {failure['text']}", f"cause:   {failure['cause']}", f"mend:    {failure['mend']}"]
-        if failure
-        else []
-    )
+    words = {"failure": "text", "cause": "cause", "mend": "mend"}
+    told = [f"{word + ':':8} {failure[key]}" for word, key in words.items()] if failure else []
     show(facts, as_json, plain + told)
     raise typer.Exit(1 if failure else 0)
 
@@ -319,15 +272,10 @@ def dissect(
         if "chat_template_kwargs" not in str(why):
             raise
         found = take_apart(client, **ask)
-        found.notes.append(
-            "The server refused chat_template_kwargs and was asked without: --thinking does nothing there."
-        )
+        found.notes.append("The server refused chat_template_kwargs and was asked without: --thinking does nothing.")
     rows = [f"{r.name:18} {r.value:>9.4g} {r.unit:9} {r.formula}" for r in found.table()]
-    show(
-        found.as_dict(),
-        as_json,
-        [found.reasoning or "", *found.texts, *map(str, found.tool_calls), "", *rows, *found.notes],
-    )
+    words = [found.reasoning or "", *found.texts, *map(str, found.tool_calls)]
+    show(found.as_dict(), as_json, [*words, "", *rows, *found.notes])
     raise typer.Exit(0 if found.complete else 1)
 
 

@@ -45,6 +45,14 @@ def writable(folder: Path, mode: int = 0o777, room: int = 0) -> Path:
     return folder
 
 
+def fresh_folder(path: str | Path) -> Path:
+    """The folder's absolute path. Raises BadInput where something is in it."""
+    folder = Path(path).absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise BadInput(f"{folder} exists and is not an empty folder: name another one, or remove it")
+    return folder
+
+
 def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
     """Write `text` so that a reader of `path` sees the old file or the new one, never half of it."""
     part = path.with_name(f".{path.name[:80]}-{os.urandom(4).hex()}")
