@@ -12,7 +12,7 @@ import argparse
 import json
 import time
 
-from qrecipe.chapter import Chapter, device_name, versions
+from qrecipe.chapter import open_chapter
 from qrecipe.recipe import LEVERS, ServeRecipe
 from qrecipe.serving import Server
 from qrecipe.startup_log import read_log
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--compare", action="store_true")
     parser.add_argument("--port", type=int, default=8055)
     args = parser.parse_args()
-    chapter = Chapter("start", "cpu", "benchmark", {"engine": "cpu", "port": args.port}, device_name(), versions())
+    chapter = open_chapter("start", {"engine": "cpu", "port": args.port})
     recipe = chapter.recipe()
     runs = {"the book's recipe": start(recipe)}
     if args.compare:

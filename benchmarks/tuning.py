@@ -90,7 +90,7 @@ def row(lever: str, recipe: ServeRecipe, log: Path, figures: dict) -> dict:
 
 
 def main() -> None:
-    from qrecipe.chapter import Chapter, device_name, versions
+    from qrecipe.chapter import open_chapter
     from qrecipe.serving import Server
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -100,9 +100,9 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8056)
     parser.add_argument("--out", type=Path, default=Path("tuning.jsonl"))
     args = parser.parse_args()
-    stamp = {"device": device_name(), "versions": versions(), "date": str(date.today()), "weights": args.weights}
     chosen = {"engine": "gpu", "model": args.model, "weights": args.weights, "port": args.port}
-    chapter = Chapter("tuning", "gpu", "benchmark", chosen, stamp["device"], stamp["versions"])
+    chapter = open_chapter("tuning", chosen)
+    stamp = {"device": chapter.device, "versions": chapter.versions, "date": str(date.today()), "weights": args.weights}
     for lever in args.levers:
         recipe = pulled(chapter.recipe(), lever)
         server = Server.start(recipe)

@@ -10,32 +10,30 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from .errors import BadInput
-from .paths import state_dir, write_whole
+from .paths import read_record, write_whole
 from .serving import Server
 
-FOLDER = files("qrecipe") / "data/restarts"
+FOLDER = Path(__file__).parent / "data/restarts"
 KEPT = ("chapter", "engine", "device", "versions", "date", "model", "restarts")
 
 
 @contextmanager
-def restarted(chapter: Any, cache: str = "", **flags: Any) -> Iterator[Server]:
+def restarted(chapter: Any, **flags: Any) -> Iterator[Server]:
     """A server of this chapter's recipe with other flags, on the next port, stopped when the block ends.
 
-    On a GPU the chapter's own server is stopped first: two do not fit on one card, so such a lesson comes last. `cache`
-    names a VLLM_CACHE_ROOT of its own for compiled models. Raises BadInput where the server is another's.
+    On a GPU the chapter's own server is stopped first: two do not fit on one card, so such a lesson comes last. Raises
+    BadInput where the server is another's.
     """
     if chapter.engine == "attached":
         raise BadInput("restarts starts servers of its own: leave base_url empty")
     if chapter.engine == "gpu":
         chapter.server().stop()
     recipe = chapter.recipe(**flags)
-    env = recipe.env | ({"VLLM_CACHE_ROOT": str(state_dir() / "caches" / cache)} if cache else {})
-    server = Server.start(recipe.with_(port=recipe.port + 1, env=env))
+    server = Server.start(recipe.with_(port=recipe.port + 1))
     try:
         yield server
     finally:
@@ -44,21 +42,21 @@ def restarted(chapter: Any, cache: str = "", **flags: Any) -> Iterator[Server]:
 
 def recorded(chapter: Any) -> tuple[Any, str]:
     """(what was found, stamp) of this chapter's recorded restarts: those of its engine where there are some, else the CPU engine's."""
-    files = [FOLDER / f"{chapter.name}-{engine}.json" for engine in (chapter.engine, "cpu")]
-    found = next((f for f in files if f.is_file()), None)
-    if found is None:
+    kept = read_record(FOLDER / f"{chapter.name}-{chapter.engine}.json") or read_record(
+        FOLDER / f"{chapter.name}-cpu.json"
+    )
+    if not kept:
         return [], "nothing recorded"
-    kept = json.loads(found.read_text())
     note = f" ({kept['note']})" if kept["note"] else ""
     return kept["restarts"], f"recorded: {kept['device']}, vLLM {kept['versions']['vllm']}, {kept['date'][:10]}{note}"
 
 
 def keep(result: str | Path, note: str = "") -> Path:
     """Keep the restarts in a chapter's NAME.json as recorded ones."""
-    facts = json.loads(Path(result).read_text())
+    facts = read_record(Path(result))
     if not facts.get("restarts"):
         raise BadInput(f"{result} holds no restarts: run its chapter with -p restarts True")
-    path = Path(str(FOLDER)) / f"{facts['chapter']}-{facts['engine']}.json"
+    path = FOLDER / f"{facts['chapter']}-{facts['engine']}.json"
     path.parent.mkdir(exist_ok=True)
     write_whole(path, json.dumps({k: facts[k] for k in KEPT} | {"note": note}, indent=1, ensure_ascii=False) + "\n")
     return path
