@@ -2,9 +2,10 @@
 
 Theory. vLLM's /metrics histograms keep sums and sample counts, so the difference of two readings around one request on
 an idle server is that request as the server saw it. Its TTFT starts when the API server has read the request and ends
-when the first token leaves the engine; ours has HTTP both ways on top, which is measured by itself (the same messages
-under a model name that nobody serves) and taken off. Its inter-token histogram has one sample
-per engine step, so the mean gap between arrivals is what compares. Tokens must agree exactly, times within 5 % or 3 ms.
+when the first token leaves the engine; ours has HTTP both ways on top, which is measured right before each request (the
+same messages under a model name that nobody serves) and taken off. Its inter-token histogram has one sample per engine
+step, so the mean gap between arrivals is what compares. Tokens must agree exactly, times within 5 % or 3 ms, in that one
+of the requests which waited least for a core.
 
 The overhead is measured without a model: a stream of N chunks is replayed as fast as the client takes it, read by a
 bare loop over the openai stream and by dissect in turn; the difference per chunk over 1 / 2,000 s is the share that
@@ -14,7 +15,7 @@ Not covered: more than one request at a time, servers other than vLLM.
 
     python benchmarks/clock.py --url http://127.0.0.1:8000/v1 [--repeat 5] [--max-tokens 64] [--no-overhead]
 
-Prints a card and ends with one JSON line; exit code 1 when a figure of the median request does not agree.
+Prints a card and ends with one JSON line; exit code 1 when a figure does not agree.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def main() -> int:
         return 2
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     print(
-        f"{model} at {args.url}: medians of {args.repeat} requests of {args.max_tokens} tokens; load {load:.1f} on {cores} cores here\n"
+        f"{model} at {args.url}: one of {args.repeat} requests of {args.max_tokens} tokens; load {load:.1f} on {cores} cores here\n"
     )
     print(f"{'figure':20}{'ours':>12}{'server':>12}{'difference':>12}  unit    agrees")
     for name, ours, servers, unit, apart, agrees in rows:
@@ -95,19 +96,8 @@ def main() -> int:
         result["overhead"] = cost = overhead()
         print(f"\nclient, us a chunk: bare loop {cost['bare_us']:.1f}, dissect {cost['loop_us']:.1f} while streaming "
               f"({cost['share_at_2000']:+.1%} of 2,000 tokens/s) and {cost['after_us']:.1f} afterwards")  # fmt: skip
-    print(
-        json.dumps(
-            {
-                "benchmark": "clock",
-                "url": args.url,
-                "model": model,
-                "load": load,
-                "cores": cores,
-                "agrees": good,
-                **result,
-            }
-        )
-    )
+    facts = {"benchmark": "clock", "url": args.url, "model": model, "load": load, "cores": cores, "agrees": good}
+    print(json.dumps(facts | result))
     return 0 if good else 1
 
 

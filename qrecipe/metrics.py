@@ -189,40 +189,29 @@ def compare(ours: Dissection, server: ServerSide, http: float = 0.0) -> list[Com
     return rows
 
 
-def _in_ms(name: str, ours: float, servers: float, apart: float | None = None) -> Comparison:
-    """A row of seconds, in ms; `apart` is their difference where it is not that of the two."""
-    apart = ours - servers if apart is None else apart
+def _in_ms(name: str, ours: float, servers: float) -> Comparison:
+    apart = ours - servers
     return Comparison(name, 1000 * ours, 1000 * servers, "ms", 1000 * apart, abs(apart) <= max(0.003, 0.05 * servers))
 
 
 def hold(client: Any, base_url: str, repeat: int = 5, **request: Any) -> list[Comparison]:
-    """`compare` over `repeat` requests, after one that warms up: medians of both sides and of the paired differences.
+    """`compare` for that one of `repeat` requests, after one that warms up, which waited least for a core.
 
-    `request` is what `dissect` takes; its messages are also those of `round_trip`. Tokens agree when they do each time.
-    A row tells how long this thread and the API server's were ready to run and had no core, where Linux can say.
+    `request` is what `dissect` takes; its messages are also those of `round_trip`, which goes before each request with
+    nothing in between: reading /metrics there leaves server and client cold, and the request's own HTTP then takes longer
+    than the refusals did. A token count that disagrees in any of the requests is shown. The last row tells how long this
+    thread and the API server's were ready to run and had no core during the request, where Linux can say.
     """
     runs, threads = [], _threads(base_url)
     for _ in range(repeat + 1):
-        http, before, waited = round_trip(client, request["messages"]), read_metrics(base_url), _waited(threads)
+        before, http, waited = read_metrics(base_url), round_trip(client, request["messages"]), _waited(threads)
         ours = dissect(client, **request)
         waited = _waited(threads) - waited
-        rows = compare(ours, difference(before, read_metrics(base_url, after=before)), http)
-        if threads:
-            rows.append(Comparison("waited for a core", 1000 * waited))
-        runs.append(rows)
-    return [_middle(rows) for rows in zip(*runs[1:], strict=True)]
-
-
-def _middle(rows: tuple[Comparison, ...]) -> Comparison:
-    """One row for the same figure of several requests: medians; of tokens the first that does not agree."""
-    first = rows[0]
-    if first.unit == "tokens":
-        return next((r for r in rows if not r.agrees), first)
-    if first.servers is None:
-        return first._replace(ours=statistics.median(r.ours for r in rows))
-    medians = (statistics.median(getattr(r, name) for r in rows) / 1000 for name in ("ours", "servers", "difference"))
-    found = _in_ms(first.name, *medians)
-    return found if first.agrees is not None else found._replace(agrees=None)
+        runs.append((waited, compare(ours, difference(before, read_metrics(base_url, after=before)), http)))
+    waited, rows = min(runs[1:], key=lambda run: run[0])
+    wrong = {row.name: row for _, rows in runs[1:] for row in rows if row.unit == "tokens" and not row.agrees}
+    rows = [wrong.get(row.name, row) for row in rows]
+    return [*rows, Comparison("waited for a core", 1000 * waited)] if threads else rows
 
 
 def _threads(base_url: str) -> list[Path]:

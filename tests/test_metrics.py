@@ -80,28 +80,45 @@ def test_http_is_taken_off_what_the_server_cannot_see():
 
 
 def held(monkeypatch, *runs):
-    """`hold` where each request gives one of `runs`: (our TTFT, the server's, tokens that the server counted)."""
-    left = [runs[0], *runs]  # the first warms up
+    """`hold` where each request gives one of `runs`: (our TTFT, the server's, tokens that the server counted, seconds
+    that it waited for a core). What happens is kept in `held.order`."""
+    left, order, clock = [runs[0], *runs], [], [0.0]  # the first warms up
     server = [
         difference(Snapshot({}), after(time_to_first_token_seconds_sum=b, generation_tokens_total=n))
-        for _, b, n in left
+        for _, b, n, _ in left
     ]
-    monkeypatch.setattr(metrics, "round_trip", lambda *_: 0.002)
-    monkeypatch.setattr(metrics, "read_metrics", lambda *_, **__: None)
+
+    def request(*_, **__):
+        order.append("request")
+        ttft, _, _, waited = left.pop(0)
+        clock[0] += waited
+        return ours(ttft=ttft)
+
+    monkeypatch.setattr(metrics, "round_trip", lambda *_: order.append("refusals") or 0.002)
+    monkeypatch.setattr(metrics, "read_metrics", lambda *_, **__: order.append("metrics"))
     monkeypatch.setattr(metrics, "difference", lambda *_: server.pop(0))
-    monkeypatch.setattr(metrics, "dissect", lambda *_, **__: ours(ttft=left.pop(0)[0]))
+    monkeypatch.setattr(metrics, "dissect", request)
+    monkeypatch.setattr(metrics, "_threads", lambda _: ["stat"])
+    monkeypatch.setattr(metrics, "_waited", lambda _: clock[0])
+    held.order = order
     return {r.name: r for r in metrics.hold(None, "", repeat=len(runs), messages=[])}
 
 
-def test_the_median_request_is_held_so_that_one_hiccup_does_not_decide(monkeypatch):
-    rows = held(monkeypatch, (0.104, 0.1, 4), (0.204, 0.2, 4), (0.305, 0.1, 4))
+def test_the_request_that_waited_least_for_a_core_is_held(monkeypatch):
+    rows = held(monkeypatch, (0.304, 0.2, 4, 0.05), (0.204, 0.2, 4, 0.001), (0.104, 0.3, 4, 0.02))
     assert rows["TTFT - HTTP"].difference == pytest.approx(2) and rows["TTFT - HTTP"].agrees
-    assert rows["TTFT - HTTP"].servers == pytest.approx(100) and rows["HTTP alone"].ours == pytest.approx(2)
-    assert not held(monkeypatch, (0.104, 0.1, 4), (0.24, 0.2, 4), (0.305, 0.1, 4))["TTFT - HTTP"].agrees
+    assert rows["TTFT - HTTP"].servers == pytest.approx(200) and rows["HTTP alone"].ours == pytest.approx(2)
+    assert rows["waited for a core"].ours == pytest.approx(1)
+    assert not held(monkeypatch, (0.3, 0.2, 4, 0.001), (0.2, 0.2, 4, 0.002))["TTFT - HTTP"].agrees
+
+
+def test_nothing_comes_between_the_refusals_and_the_request(monkeypatch):
+    held(monkeypatch, (0.104, 0.1, 4, 0))
+    assert held.order == ["metrics", "refusals", "request", "metrics"] * 2
 
 
 def test_tokens_must_agree_each_time(monkeypatch):
-    rows = held(monkeypatch, (0.1, 0.1, 4), (0.1, 0.1, 5), (0.1, 0.1, 4))
+    rows = held(monkeypatch, (0.1, 0.1, 4, 0), (0.1, 0.1, 5, 1), (0.1, 0.1, 4, 2))
     assert not rows["completion tokens"].agrees and rows["prompt tokens"].agrees
 
 
