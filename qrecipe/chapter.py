@@ -11,7 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
+from threading import Thread
 
 import psutil
 
@@ -89,6 +91,7 @@ class Chapter:
         """The server to talk to: the one at `base_url`, the running one with these flags, or a new one (which takes its time)."""
         from .progress import StartProgress
 
+        load_ahead("openai")
         if self._server is None and (base_url := self.parameters.get("base_url")):
             self._server = Server.attach(base_url)
         elif self._server is None:
@@ -152,7 +155,14 @@ def begin(name: str, **parameters) -> Chapter:
         rows["weights"] = "dummy: random numbers in the exact shape; every word that the model says is noise"
     if not os.environ.get("QRECIPE_QUIET"):
         display(table(rows, ["this chapter runs on", ""]))
+    load_ahead("matplotlib.figure")
     return chapter
+
+
+def load_ahead(module: str) -> None:
+    """Import a module beside what runs, so that the first figure or request of a chapter need not wait a second for it."""
+    if shell():
+        Thread(target=import_module, args=[module], daemon=True).start()
 
 
 def current(asked: str) -> Chapter:
@@ -274,7 +284,12 @@ def teaching_model() -> Path:
 
     digest = hashlib.sha256()
     for file in sorted(Path(package.__file__).parent.rglob("*.*")):
-        if file.parent.name == "folder" or file.name in ("trained.safetensors", "build.py", "weights.py", "tokenizer.py"):
+        if file.parent.name == "folder" or file.name in (
+            "trained.safetensors",
+            "build.py",
+            "weights.py",
+            "tokenizer.py",
+        ):
             digest.update(file.read_bytes())
     folder = state_dir() / "models" / f"{TEACHING}-{digest.hexdigest()[:10]}"
     return folder if (folder / "config.json").is_file() else package.build(folder)
