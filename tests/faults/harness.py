@@ -97,7 +97,7 @@ class Place:
         process = self.cli(*words, "-p", "port", self.port, "-p", "model", self.folder / "model", *more)
         if not wait:
             return process
-        said = "".join(process.communicate(timeout=240))
+        said = "".join(process.communicate(timeout=600))
         file = self.folder / out / "run.json"
         return process.returncode, said, json.loads(file.read_text()) if file.is_file() else {}
 
