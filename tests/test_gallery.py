@@ -52,6 +52,7 @@ def test_every_page_says_what_it_ran_on(name):
         assert ("Dummy weights" in stamp) == (run["weights"] == "dummy")
     page = (GALLERY / name / "index.html").read_text(encoding="utf-8")
     assert all(f'id="{stem}"' in page for stem in CHAPTERS) and run["device"] in page
+    assert len(page) < 3_000_000  # characters; a page that a phone opens
 
 
 def test_the_gpu_run_says_that_it_did_not_run_the_gpu_lock():
