@@ -180,7 +180,9 @@ def _estimates(b: Budget) -> dict[str, Estimate]:
     batch = (b.shape, f.max_num_seqs, f.max_num_batched_tokens)
     if all(batch):
         if b.total_gib is not None:
-            found["non_torch_gib"] = overhead.non_torch(batch, b.total_gib, not b.text_only, f.enforce_eager, ranks)
+            found["non_torch_gib"] = overhead.non_torch(
+                batch, b.total_gib, not b.text_only, f.enforce_eager, ranks, f.tensor_parallel_size
+            )
         online = w is not None and w.method == "fp8" and not b.shape.quantization
         peak = overhead.transient(*batch, not b.text_only, f.tensor_parallel_size, online)
         graphs, found["cuda_graph_gib"] = overhead.graphs(*batch, f.speculative_tokens, f.enforce_eager)

@@ -2,7 +2,7 @@
 
 The transient peak is the largest of three phases of vLLM's profile run, tensor by tensor as 0.27.0 holds them: the vision
 encoder on as many of the largest pictures as max_num_batched_tokens holds (at least one), the forward pass over
-max_num_batched_tokens, and the sampler on max_num_seqs rows of logits. Checked on 14 eager starts on an H200 (2026-11-30),
+max_num_batched_tokens, and the sampler on max_num_seqs rows of logits. Checked on 16 eager starts on an H200 (2026-11-30),
 some of them with an account of PyTorch's allocator. The fitted numbers are the constants below; they come from Qwen3.5-4B,
 H200, vLLM 0.27.0, unless another start is named.
 """
@@ -26,7 +26,7 @@ CUDA_GIB = {
 }  # kernels, workspaces, rests of segments; big card or not (0.3 to 0.5 in all on 24 GB)
 CUBLAS_BYTES, LARGEST_KEPT_BYTES = 32 * 2**20, 512 * 2**20
 CUDA_GRAPHS_GIB, CUDA_RANKS_GIB = 0.16, 0.5  # with graphs (0.62 in all on the H200); with NCCL (assumed)
-PEAK_BANDS = (0.03, 0.15, 0.35)  # relative: phases seen on Qwen3.5, on other families, and what no start has shown
+PEAK_BANDS = (0.03, 0.15, 0.35)  # relative: seen on Qwen3.5; another family, or experts (one start, of 35B-A3B); both
 ESTIMATE_BANDS, ACTUAL_BANDS = (0.12, 0.6), (0.3, 0.35)  # of the graphs, relative: the size of the fit, any other
 NON_TORCH_BAND_GIB = 0.15
 CALIBRATED_BAND = 0.4  # what is left of a band after --calibrate
@@ -55,9 +55,15 @@ def top_k_bytes(shape: ModelShape, seqs: int, tokens: int) -> int:
     return min(1 << (min(seqs, tokens) - 1).bit_length(), TOP_K_ROWS) * (shape.vocab or 0) * 4
 
 
+def workspace_bytes(shape: ModelShape, tokens: int, tp: int) -> int:
+    """The two buffers that the experts of all layers share for good: each token's experts, the wider of what goes in and out."""
+    m, h = shape.moe_intermediate // tp, shape.hidden or 0
+    return 2 * tokens * shape.experts_per_token * (max(m, h) + max(2 * m, h)) if shape.experts else 0
+
+
 def transient(shape: ModelShape, seqs: int, tokens: int, vision: bool, tp: int, quantized: bool) -> Estimate:
     """Peak of the profile run above what stays, without the graph estimate."""
-    h, v, rows, seen = shape.hidden or 0, shape.vocab or 0, min(seqs, tokens), shape.family == "qwen3_5"
+    h, v, rows, seen = shape.hidden or 0, shape.vocab or 0, min(seqs, tokens), shape.family.startswith("qwen3_5")
     held = encoder = pictures = 0
     if vision and (t := shape.vision):
         size = PICTURE_TOKENS[t.merger]
@@ -70,18 +76,17 @@ def transient(shape: ModelShape, seqs: int, tokens: int, vision: bool, tp: int, 
             2 * patches * (block + t.patch * min(2, pictures) + 64)
         )  # several are joined: there twice for a moment
     gdn = 2 * (shape.gdn_k_heads * shape.gdn_k_dim + shape.gdn_v_heads * shape.gdn_v_dim)
-    m, experts = shape.moe_intermediate / tp, shape.experts_per_token
-    wide = max(3 * (shape.intermediate or 0) / tp, experts * (max(2 * m, h) + m)) + 5 * h
+    wide = 3 * (shape.intermediate or 0) / tp + 5 * h  # of experts only what the router keeps: their buffers stay
     sampler = rows * v * SAMPLER_BYTES + 2 * (2 * rows + tokens) * h + held
-    stays = top_k_bytes(shape, seqs, tokens)  # first allocated in the sampler: the log takes it off the other phases
-    forward = 2 * tokens * max(wide, 3 * gdn / tp + 2 * h) + held - stays
+    top_k, experts = top_k_bytes(shape, seqs, tokens), workspace_bytes(shape, tokens, tp)
+    forward = 2 * tokens * max(wide, 3 * gdn / tp + 2 * h) + held - top_k
     phases = {  # bytes: how
         sampler: f"sampler: {rows} rows × {v} logits × {SAMPLER_BYTES} B + what is held",
         forward: f"forward pass: {tokens} tokens through the widest layer + what is held",
-        encoder - stays: f"vision encoder: {pictures} × the largest picture",
+        encoder - top_k - experts: f"vision encoder: {pictures} × the largest picture",
     }
     peak = max(phases)
-    band = PEAK_BANDS[2 if shape.experts else 0 if seen else 1]
+    band = PEAK_BANDS[bool(shape.experts) + (not seen)]
     return Estimate(peak / GIB, peak / GIB * band, phases[peak])
 
 
@@ -99,9 +104,12 @@ def graphs(shape: ModelShape, seqs: int, tokens: int, spec: int, eager: bool) ->
     return Estimate(estimate, estimate * ESTIMATE_BANDS[other], how), after
 
 
-def non_torch(batch: tuple[ModelShape, int, int], total_gib: float, vision: bool, eager: bool, ranks: int) -> Estimate:
-    """What stays besides the weights, the CUDA context left out: kernels, the input buffer, the top-k buffer, NCCL, and eagerly
-    what they keep of the allocator's segments. batch: shape, sequences, tokens. The band holds one more such segment."""
+def non_torch(
+    batch: tuple[ModelShape, int, int], total_gib: float, vision: bool, eager: bool, ranks: int, tp: int = 1
+) -> Estimate:
+    """What stays besides the weights, the CUDA context left out: kernels, the input buffer, the top-k buffer, the experts'
+    buffers, NCCL, and eagerly what they keep of the allocator's segments. batch: shape, sequences, tokens. The band holds one
+    more such segment."""
     shape, seqs, tokens = batch
     base, extra, kept = CUDA_GIB[total_gib >= BIG_CARD_GIB], 0 if eager else CUDA_GRAPHS_GIB, 0
     nccl, row, top_k = CUDA_RANKS_GIB if ranks > 1 else 0.0, 2 * tokens * (shape.hidden or 0), top_k_bytes(*batch)
@@ -109,7 +117,9 @@ def non_torch(batch: tuple[ModelShape, int, int], total_gib: float, vision: bool
         logits = 4 * min(seqs, tokens) * (shape.vocab or 0)
         kept = min((x - top_k for x in (row, logits) if top_k <= x <= LARGEST_KEPT_BYTES), default=0)
         kept += 0 if vision else max(0, 2 * row - CUBLAS_BYTES)
+    experts = workspace_bytes(shape, tokens, tp) / GIB
     sizes = {"input buffer": row / GIB, "top-k buffer": top_k / GIB, "of kept segments": kept / GIB}
+    sizes |= {"experts' buffers": experts} if experts else {}
     how = f"{base} CUDA kernels" + "".join(f" + {x:.2f} {name}" for name, x in sizes.items() if x or kept)
     how += f" + {extra} for graphs" * (not eager) + f" + {nccl} for NCCL (assumed)" * (ranks > 1)
     band = max(NON_TORCH_BAND_GIB, 2 * tokens * (shape.intermediate or 0) / GIB)
