@@ -2,12 +2,12 @@
 
 import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-LOOK = {  # of a column's cells
-    "left": "text-align:left;max-width:48em;white-space:pre-wrap",
-    "right": "text-align:right;font-variant-numeric:tabular-nums",
+LOOK = {  # of a cell under its head
+    "left": ";max-width:48em;white-space:pre-wrap",
+    "right": ";font-variant-numeric:tabular-nums",
 }
 
 
@@ -32,9 +32,10 @@ class Table:
         caption = f'<caption style="text-align:left">{escape(self.caption)}</caption>' if self.caption else ""
         return f"<table>{caption}{head}<tbody>{body}</tbody></table>"
 
-    def _html_row(self, tag: str, texts: Sequence[str]) -> str:
-        cells = zip(self.sides, texts, strict=True)
-        return "<tr>" + "".join(f'<{tag} style="{LOOK[side]}">{escape(t)}</{tag}>' for side, t in cells) + "</tr>"
+    def _html_row(self, tag: str, texts: Iterable[str]) -> str:
+        looks = [f"text-align:{side}" + (LOOK[side] if tag == "td" else "") for side in self.sides]
+        cells = [f'<{tag} style="{look}">{escape(text)}</{tag}>' for look, text in zip(looks, texts, strict=True)]
+        return f"<tr>{''.join(cells)}</tr>"
 
     def __repr__(self) -> str:
         if not self.rows:
@@ -63,10 +64,11 @@ def number(value: Any) -> str:
         return "–"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
-    size = abs(value)
-    if isinstance(value, int) or size == 0 or math.isinf(value):
-        return f"{value:,.0f}" if size >= 10_000 else f"{value:g}"
-    return f"{value:,.0f}" if size >= 10_000 else f"{value:,.2f}" if size >= 1 else f"{value:.3g}"
+    if isinstance(value, int):
+        return f"{value:,}" if abs(value) >= 10_000 else str(value)
+    if abs(value) < 1:
+        return f"{value or 0:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:,.2f}"
 
 
 def escape(text: Any) -> str:
