@@ -16,13 +16,7 @@ PLACEHOLDERS = {
     "<name>": r"([A-Za-z][\w.+/-]{0,60})",
     "<version>": r"(\d[\w.+-]{0,40})",
 }
-RANK_FIELDS = (  # figures that every rank logs for itself
-    "weights_gib", "load_seconds", "consumed_gib", "non_torch_gib", "activation_gib", "cuda_graph_estimate_gib",
-    "cuda_graph_gib", "available_kv_gib", "total_gib", "free_gib", "utilization", "requested_gib",
-)  # fmt: skip
-WHOLE = {"kv_cache_tokens", "max_model_len", "attention_block_tokens", "gpu_blocks", "max_num_batched_tokens"}
-SMALLEST = {"kv_cache_tokens", "max_concurrency", "gpu_blocks", "available_kv_gib", "free_gib", "total_gib"}
-SMALLEST |= {"max_model_len"}  # of several values of one figure the smallest counts, else the largest
+RANK_FIELDS, WHOLE, SMALLEST = TABLE["by rank"], TABLE["whole"], TABLE["smallest"]
 
 
 class Rule(NamedTuple):

@@ -320,23 +320,12 @@ def smallest_card(model: Any, *, requests: float = 1.0, **settings: Any) -> Card
 def levers(model: Any, **settings: Any) -> list[Lever]:
     """What each change would buy over these settings, largest gain in tokens first. Needs a card or its memory."""
     base = budget(model, **settings)
-    half, pair = max(1, base.max_model_len // 2), 2 * base.used.tensor_parallel_size
-    options = [
-        ("fp8 KV cache", {"kv_cache_dtype": "fp8"}, "half the bytes a token; check the quality"),
-        ("text only", {"language_model_only": True}, "no pictures, no vision tower"),
-        ("half the context", {"max_model_len": half}, "more requests at once, each shorter"),
-        ("more of the card", {"gpu_memory_utilization": 0.95}, "only while nothing else uses the card"),
-        ("no CUDA graphs", {"enforce_eager": True}, "slower decoding"),
-        ("8-bit weights", {"quantization": "fp8"}, "weights in fp8"),
-        ("4-bit weights", {"quantization": "awq"}, "another checkpoint"),
-        ("fewer sequences", {"max_num_seqs": 64}, "a smaller sampler peak and fewer graphs"),
-        ("two cards", {"tensor_parallel_size": pair}, "half the weights on each"),
-    ]
+    computed = {"half": max(1, base.max_model_len // 2), "twice": 2 * base.used.tensor_parallel_size}
     keys, found = ("available_kv_gib", "kv_cache_tokens", "max_concurrency"), []
-    for name, change, note in options:
-        ((key, value),) = change.items()
+    for name, key, value, note in TEXTS["levers"]:
+        value = computed.get(value, value)
         try:
-            other = budget(model, **settings | change)
+            other = budget(model, **settings | {key: value})
         except RecipeError:
             continue
         if None in (base.fits, other.fits) or (key == "quantization" and base.weights and base.weights.method):

@@ -154,8 +154,12 @@ class _Start:
         since = (at - self.origin).total_seconds()
         return round(since, 3) if since >= 0 else None
 
-    def metric(self, raw: bytes, line: str) -> None:
-        row: dict[str, Any] = {"seconds": self.seconds(raw)}
+    def metric(self, buf: bytes, begin: int, at: int) -> None:
+        self.row_count += 1
+        if self.row_count % self.stride:
+            return
+        row: dict[str, Any] = {"seconds": self.seconds(buf[begin:at])}
+        line = words.clean(buf[at : at + 400])
         for name, pattern in words.METRIC_WORDS.items():
             found = pattern.search(line)
             row[name] = float(found[1]) if found else None
@@ -249,13 +253,9 @@ class _Reader:
 
     def hit(self, buf: bytes, at: int, anchor: bytes) -> None:
         start = self.start
-        if anchor == words.METRICS:
-            start.row_count += 1
-            if start.row_count % start.stride:
-                return
         begin = buf.rfind(b"\n", max(0, at - LEFT), at) + 1 or max(0, at - LEFT)
         if anchor == words.METRICS:
-            start.metric(buf[begin : at + 400].split(b"\n", 1)[0], words.clean(buf[at : at + 400]))
+            start.metric(buf, begin, at)
         elif anchor in words.ERRORS:
             self.error(buf, begin, at)
         elif anchor in words.STOPPED:

@@ -100,12 +100,9 @@ def processor_limits(model_dir: str | Path) -> dict[str, int]:
             "min_pixels": size["shortest_edge"],
             "max_pixels": size["longest_edge"],
         }
-    except OSError as error:
-        mend = "give the folder of a model with a vision tower"
-        raise BadInput(f"{file} cannot be read ({error.strerror}): {mend}.") from error
-    except (ValueError, KeyError, TypeError) as error:
-        lacks = f"does not give patch_size, merge_size and size ({error})"
-        raise BadInput(f"{file} {lacks}: it is no Qwen picture processor's.") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        lacks = f"cannot be read for patch_size, merge_size and size ({type(error).__name__}: {error})"
+        raise BadInput(f"{file} {lacks}: give the folder of a model with Qwen's picture processor.") from error
 
 
 def check_image(source: str | Path | bytes | Image) -> Image:

@@ -81,7 +81,7 @@ def test_limits_are_read_from_a_model_folder(tmp_path):
     )
     assert processor_limits(tmp_path) == {"patch": 16, "merge": 2, **TEACHING}
     (tmp_path / "preprocessor_config.json").write_text("{}")
-    with pytest.raises(BadInput, match="does not give"):
+    with pytest.raises(BadInput, match="cannot be read for patch_size"):
         processor_limits(tmp_path)
     with pytest.raises(BadInput, match="cannot be read"):
         processor_limits(tmp_path / "none")
