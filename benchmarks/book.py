@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -95,7 +96,8 @@ def run_book(chapters: list[str], folder: Path, port: int) -> tuple[float, float
     requests = [
         n for n in noted if n["kind"] == "request" and not any(b["began"] < n["began"] < b["ended"] for b in benches)
     ]
-    state = json.loads((folder / f"state/servers/port-{port}/server.json").read_text())
+    file = folder / f"state/servers/port-{port}/server.json"
+    state = json.loads(file.read_text()) if file.is_file() else {}  # chapters that ask no server start none
     ends = {}
     for file in sorted((folder / "run").glob("[0-9]*.ipynb")):
         ended = nbformat.read(file, as_version=4).metadata.papermill.end_time
@@ -103,21 +105,34 @@ def run_book(chapters: list[str], folder: Path, port: int) -> tuple[float, float
     return began, seconds, state, sorted([*requests, *children.values()], key=lambda n: n["began"]), ends
 
 
-def bare(state: dict, noted: list[dict], folder: Path, port: int) -> float:
-    """Wall time of the same start, requests and processes without the book; each of `noted` gets its `bare` end, in seconds."""
+@contextmanager
+def bare_server(state: dict, folder: Path, base: str):
+    """`vllm serve` as the book started it, ready; nothing where it started none."""
+    if not state:
+        yield
+        return
     argv = [w for w in state["argv"] if w not in ("--middleware", "book_recorder.Requests")]
-    env = os.environ | state["recipe"]["env"]
-    base, began = f"http://127.0.0.1:{port}", time.monotonic()
     with open(folder / "bare.log", "wb") as log:
+        env = os.environ | state["recipe"]["env"]
         server = subprocess.Popen(argv, env=env, stdout=log, stderr=log, preexec_fn=die_with_parent)
     try:
         while True:
-            try:
+            with suppress(httpx.HTTPError):
                 if httpx.get(base + "/health", timeout=2).status_code == 200:
                     break
-            except httpx.HTTPError:
-                time.sleep(0.1)
             assert server.poll() is None, "the bare server did not start"
+            time.sleep(0.1)
+        yield
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.wait(60)
+
+
+def bare(state: dict, noted: list[dict], folder: Path, port: int) -> float:
+    """Wall time of the same start, requests and processes without the book; each of `noted` gets its `bare` end, in seconds."""
+    base, began = f"http://127.0.0.1:{port}", time.monotonic()
+    env = os.environ | (state["recipe"]["env"] if state else {})
+    with bare_server(state, folder, base):
         done = [threading.Event() for _ in noted]
         threads = [
             threading.Thread(target=again, args=(i, noted, done, base, env, folder, began)) for i in range(len(noted))
@@ -126,9 +141,6 @@ def bare(state: dict, noted: list[dict], folder: Path, port: int) -> float:
             thread.start()
         for thread in threads:
             thread.join()
-    finally:
-        server.send_signal(signal.SIGINT)
-        server.wait(60)
     return time.monotonic() - began
 
 
@@ -187,7 +199,7 @@ def main() -> int:
         without = bare(state, noted, folder, told.port)
     kinds = {k: sum(n["kind"] == k for n in noted) for k in ("request", "child")}
     result = {
-        "book_seconds": round(book, 1), "bare_seconds": round(without, 1), "starts": 1 + kinds["child"],
+        "book_seconds": round(book, 1), "bare_seconds": round(without, 1), "starts": bool(state) + kinds["child"],
         "requests": kinds["request"], "chapters": by_chapter(began, book, without, noted, ends),
     }  # fmt: skip
     if told.join:
