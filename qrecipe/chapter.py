@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
@@ -314,12 +315,10 @@ def grace_time() -> float:
 
 def attended() -> bool:
     """Whether a person's front end (JupyterLab) runs this kernel; not where papermill does, be it from JupyterLab's terminal."""
-    try:
-        return bool(os.environ.get("JPY_SESSION_NAME")) and "papermill" not in " ".join(
-            psutil.Process().parent().cmdline()
-        )
-    except (psutil.Error, AttributeError):
-        return True
+    with suppress(psutil.Error, AttributeError):  # a parent that is gone, or that cannot be looked at
+        if "papermill" in " ".join(psutil.Process().parent().cmdline()):
+            return False
+    return bool(os.environ.get("JPY_SESSION_NAME"))
 
 
 def shell():

@@ -11,16 +11,6 @@ from .chapter import shell
 from .paths import read_record, state_dir, write_whole
 from .startup_log import StageWatcher
 
-WORDS = {
-    "import": "importing vLLM",
-    "config": "reading the configuration",
-    "load": "loading the weights",
-    "compile": "compiling",
-    "profile": "measuring memory",
-    "graphs": "capturing CUDA graphs",
-    "warmup": "warming up",
-}
-
 
 class StartProgress:
     """Called by `Server.start` about four times a second; draws once a second, with the time of the last start as measure."""
@@ -59,7 +49,7 @@ class StartProgress:
         else:
             measure = "first start here: allow 3 minutes on two cores, 8 on a GPU"
             measure = f"the last start here took {self.last:.0f} s" if self.last else measure
-            text = f"{self.seconds:.0f} s: {WORDS.get(self.stages[-1], self.stages[-1])} ({measure})"
+            text = f"{self.seconds:.0f} s: {self.stages[-1]} ({measure})"
         if hasattr(shell(), "kernel"):
             self._show(1.0 if done else min(0.99, self.seconds / self.last) if self.last else None, text)
         elif sys.stderr.isatty():

@@ -1,24 +1,15 @@
-"""Lessons that need a start with other flags: such a server for the length of a block, and results of an earlier one.
+"""Lessons that need a start with other flags: such a server for the length of a block, and results of an earlier one."""
 
-    python -m qrecipe.restarts RUN/06_multimodal.json [NOTE]
-
-keeps what a chapter run with `restarts=True` found (`finish(restarts=rows)`) as its recorded result for that engine; the
-note says what else a reader must know of the machine.
-"""
-
-import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from .errors import BadInput
-from .paths import read_record, write_whole
+from .paths import read_record
 from .serving import Server
 
 FOLDER = Path(__file__).parent / "data/restarts"
-KEPT = ("chapter", "engine", "device", "versions", "date", "model", "restarts")
 
 
 @contextmanager
@@ -49,18 +40,3 @@ def recorded(chapter: Any) -> tuple[Any, str]:
         return [], "nothing recorded"
     note = f" ({kept['note']})" if kept["note"] else ""
     return kept["restarts"], f"recorded: {kept['device']}, vLLM {kept['versions']['vllm']}, {kept['date'][:10]}{note}"
-
-
-def keep(result: str | Path, note: str = "") -> Path:
-    """Keep the restarts in a chapter's NAME.json as recorded ones."""
-    facts = read_record(Path(result))
-    if not facts.get("restarts"):
-        raise BadInput(f"{result} holds no restarts: run its chapter with -p restarts True")
-    path = FOLDER / f"{facts['chapter']}-{facts['engine']}.json"
-    path.parent.mkdir(exist_ok=True)
-    write_whole(path, json.dumps({k: facts[k] for k in KEPT} | {"note": note}, indent=1, ensure_ascii=False) + "\n")
-    return path
-
-
-if __name__ == "__main__":
-    print(keep(*sys.argv[1:3]))

@@ -76,12 +76,10 @@ def _axes(figure: "Figure", title: str, xlabel: str = "", ylabel: str = "") -> A
 
 def _style(ax: Any, xlabel: str = "", ylabel: str = "") -> Any:
     """The house look of one axes: card colour, two spines, ink labels."""
-    ax.set_facecolor(CARD)
-    for side, spine in ax.spines.items():
-        spine.set_visible(side in ("bottom", "left"))
-        spine.set_color(INK)
+    ax.set(facecolor=CARD, axisbelow=True)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.spines[:].set_color(INK)
     ax.tick_params(colors=INK, labelsize=9)
-    ax.set_axisbelow(True)
     ax.set_xlabel(xlabel, color=INK, fontsize=9.5)
     ax.set_ylabel(ylabel, color=INK, fontsize=9.5)
     return ax
@@ -153,7 +151,6 @@ def memory_bar(
     title: str = "",
     *,
     limit_gib: float | None = None,
-    limit_label: str = "gpu-memory-utilization",
 ) -> "Figure":
     """A card's memory as one bar: parts (label, GiB, …) side by side; several bars from a mapping name -> parts.
 
@@ -182,8 +179,8 @@ def memory_bar(
         ax.axvline(total_gib, color=INK, linewidth=1.6)
     if limit_gib:
         ax.axvline(limit_gib, **LIMIT)
-        share = f" {limit_gib / total_gib:.2f}" if total_gib else ""
-        ax.text(limit_gib, -0.46, f"{limit_label}{share} ", ha="right", va="bottom", fontsize=8.5, color=INK)
+        words = "gpu-memory-utilization" + (f" {limit_gib / total_gib:.2f} " if total_gib else " ")
+        ax.text(limit_gib, -0.46, words, ha="right", va="bottom", fontsize=8.5, color=INK)
     ax.set_xlim(0, end * 1.015)
     _legend(figure, ax.get_legend_handles_labels()[0], 3)
     return figure
@@ -236,25 +233,17 @@ def line_plot(
     figure = _figure(3.7, f"{title}: {', '.join(lines)} over {xlabel}")
     ax = _axes(figure, title, xlabel, ylabel)
     ax.grid(True, color=GRID, linewidth=0.7)
-    if log:
-        from matplotlib.ticker import FuncFormatter
-
-        plain = FuncFormatter(lambda v, _: f"{v:,.0f}" if v >= 1 else f"{v:g}")
-        for axis, name in ((ax.xaxis, "x"), (ax.yaxis, "y")):
-            if log is True or log == name:
-                getattr(ax, f"set_{name}scale")("log", base=2 if name == "x" else 10)
-                axis.set_major_formatter(plain)
-                if name == "y":
-                    axis.set_minor_formatter(FuncFormatter(lambda v, _: ""))
+    for name in "xy":
+        if log in (True, name):
+            getattr(ax, f"set_{name}scale")("log", base=2 if name == "x" else 10)
+            axis = getattr(ax, f"{name}axis")
+            axis.set_major_formatter("{x:,.10g}")
+            axis.set_minor_formatter("")
     for i, (name, values) in enumerate(lines.items()):
         clean = [math.nan if v is None else float(v) for v in values]
-        look = {
-            "color": COLORS[i % 8],
-            "linestyle": DASHES[i % 4],
-            "linewidth": 2,
-            "marker": MARKERS[i % 6] if markers else None,
-        }
-        ax.plot(x, clean, label=name, **(LIMIT if "limit" in name.lower() else look | {"markersize": 5}))
+        look = {"color": COLORS[i % 8], "linestyle": DASHES[i % 4], "linewidth": 2, "markersize": 5}
+        look |= {"marker": MARKERS[i % 6]} if markers else {}
+        ax.plot(x, clean, label=name, **(LIMIT if "limit" in name.lower() else look))
     for name, y in (limits or {}).items():
         ax.axhline(y, **LIMIT)
         at = {"xycoords": ("axes fraction", "data"), "xytext": (4, 3), "textcoords": "offset points"}

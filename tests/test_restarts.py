@@ -1,13 +1,18 @@
 """restarts.py: another server for the length of a block, and what an earlier one gave."""
 
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
+from conftest import ROOT
 
 from qrecipe import restarts
 from qrecipe.errors import BadInput
 from qrecipe.recipe import ServeRecipe
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from keep_restarts import keep  # noqa: E402
 
 
 class Stub:
@@ -72,8 +77,8 @@ def test_a_result_is_kept_only_when_there_is_one(tmp_path, monkeypatch):
     }
     (tmp_path / "a.json").write_text(json.dumps(facts))
     with pytest.raises(BadInput, match="restarts True"):
-        restarts.keep(tmp_path / "a.json")
+        keep(tmp_path / "a.json")
     (tmp_path / "a.json").write_text(json.dumps(facts | {"restarts": [[1, 2]]}))
-    restarts.keep(tmp_path / "a.json", "busy")
+    keep(tmp_path / "a.json", "busy")
     assert restarts.recorded(chapter("gpu")) == ([[1, 2]], "recorded: H, vLLM 1, 2026-01-01 (busy)")
     assert restarts.recorded(chapter("cpu")) == ([], "nothing recorded")
