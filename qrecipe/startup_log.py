@@ -8,7 +8,7 @@ Units: GiB is 2^30 bytes. A figure that the log does not hold is None, never gue
 import ast
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
@@ -118,18 +118,12 @@ def pairs(pattern: re.Pattern, text: str) -> dict[str, Any]:
 
 
 class _Start:
-    """What has been read of one start so far."""
+    """What has been read of one start so far: `log` grows as it is read, `finish` completes it."""
 
     def __init__(self) -> None:
+        self.log = StartupLog({}, [], False)
         self.values: dict[str, dict[str, list]] = {}  # figure -> process label -> values
-        self.texts: dict[str, str] = {}
-        self.backends: dict[str, str] = {}
-        self.flags: dict[str, Any] = {}
-        self.config: dict[str, Any] = {}
-        self.lines: dict[str, str] = {}
         self.watcher = StageWatcher()
-        self.stages: list[tuple[str, float | None]] = []
-        self.errors: list[str] = []
         self.origin: datetime | None = None
         self.engines: set[str] = set()
         self.rows: list[dict] = []
@@ -180,36 +174,33 @@ class _Start:
         return rows
 
     def finish(self) -> StartupLog:
-        figures: dict[str, Any] = dict(self.texts)
-        if named := self.config.get("model") or self.flags.get("model"):
+        log, figures, ranks = self.log, self.log.figures, self.ranks()
+        if named := log.config.get("model") or log.flags.get("model"):
             figures.setdefault("model", named)
-        ranks = self.ranks()
         sized = [rank for rank in ranks if rank["available_kv_gib"] is not None]
         tightest = min(sized, key=lambda rank: rank["available_kv_gib"], default={})
         for name, by_label in self.values.items():
             every = [v for values in by_label.values() for v in values]
             worst = min(every) if name in words.SMALLEST else max(every)
             figures[name] = worst if tightest.get(name) is None else tightest[name]
-        asked = [self.config.get("max_seq_len"), self.flags.get("max_model_len")]
-        if (tokens := self.tokens_from_blocks(figures)) is not None:
+        if (tokens := self.tokens_from_blocks()) is not None:
             figures.setdefault("kv_cache_tokens", tokens)
+        asked = [log.config.get("max_seq_len"), log.flags.get("max_model_len")]
         if said := [n for n in asked if isinstance(n, int)]:
             figures.setdefault("max_model_len", said[0])
-        errors = [] if self.ready and not any(map(FATAL.search, self.errors)) else self.errors
-        return StartupLog(
-            figures, ranks, self.ready, self.backends, self.flags, self.config, self.stages, self.rows, errors,
-            self.lines, self.cached,
-        )  # fmt: skip
+        errors = [] if self.ready and not any(map(FATAL.search, log.errors)) else log.errors
+        more = {"runtime": self.rows, "errors": errors, "compile_cached": self.cached}
+        return replace(log, ranks=ranks, ready=self.ready, **more)
 
-    def tokens_from_blocks(self, figures: dict[str, Any]) -> int | None:
+    def tokens_from_blocks(self) -> int | None:
         """The old engine logs blocks, not tokens: tokens = blocks × block size, where the log fixes the block size."""
-        blocks, length, said = (figures.get(k) for k in ("gpu_blocks", "max_model_len", "max_concurrency"))
-        size = self.flags.get("block_size")
+        blocks, length, said = (self.log.figures.get(k) for k in ("gpu_blocks", "max_model_len", "max_concurrency"))
+        size = self.log.flags.get("block_size")
         if blocks is None:
             return None
         if not isinstance(size, int) and said and length:
             size = next((b for b in (8, 16, 32, 64, 128, 256) if abs(blocks * b / length - said) <= 0.0051), None)
-        elif not isinstance(size, int) and (self.flags or self.config):
+        elif not isinstance(size, int) and (self.log.flags or self.log.config):
             size = 16  # the log lists the flags and block_size is not among them
         return blocks * size if isinstance(size, int) else None
 
@@ -262,7 +253,7 @@ class _Reader:
             start.stopped = True
         else:
             self.begin_start(buf[begin:at], buf[at : at + RIGHT // 2], anchor)
-            if anchor in STAGE_ANCHORS or not self.start.stages:
+            if anchor in STAGE_ANCHORS or not self.start.log.stages:
                 self.stage(buf, begin, at, anchor)
             if anchor in words.RULES and words.is_near(anchor, buf[max(0, at - 240) : at + 120]):
                 self.apply(buf, begin, at, anchor)
@@ -274,17 +265,17 @@ class _Reader:
         engine = anchor == b"with config" and b"LLM engine" in head
         label = words.LABEL.search(head) if engine else None
         name = re.split(rb"[ ,]", label[1])[0].decode("ascii", "replace") if label else ""
-        if start.ready or (name in start.engines if engine else start.values or start.errors):
+        if start.ready or (name in start.engines if engine else start.values or start.log.errors):
             if anchor in words.ARGUMENTS or banner or engine:
                 self.close()
                 start = self.start = _Start()
         if engine:
             start.engines.add(name)
             settings = pairs(SETTINGS, words.clean(rest.split(b"\n", 1)[0]))
-            start.config = {k: v for k, v in settings.items() if k in ENGINE_SETTINGS}
+            start.log.config.update({k: v for k, v in settings.items() if k in ENGINE_SETTINGS})
         elif anchor in words.ARGUMENTS:
             kind = PRINTED_DICT if b"non-default" in anchor else SETTINGS
-            start.flags = pairs(kind, words.clean(rest.split(b"\n", 1)[0]))
+            start.log.flags.update(pairs(kind, words.clean(rest.split(b"\n", 1)[0])))
         elif anchor == CACHED and start.cached is None:
             start.cached = True
         elif anchor == COMPILED:
@@ -293,12 +284,12 @@ class _Reader:
     def stage(self, buf: bytes, begin: int, at: int, anchor: bytes) -> None:
         start = self.start
         line = buf[begin : at + len(anchor) + 4]
-        if not start.stages:
-            start.stages.append(("import", start.seconds(line)))
+        if not start.log.stages:
+            start.log.stages.append(("import", start.seconds(line)))
         if stage := start.watcher.feed(line):
             if not words.TIME.search(line):  # uvicorn's own lines carry no time: the last one before counts
                 line = b"\n".join(reversed(buf[max(0, begin - LEFT) : begin].split(b"\n")))
-            start.stages.append((stage, start.seconds(line)))
+            start.log.stages.append((stage, start.seconds(line)))
             start.ready = start.ready or stage == "ready"
 
     def apply(self, buf: bytes, begin: int, at: int, anchor: bytes) -> None:
@@ -313,13 +304,13 @@ class _Reader:
             groups = [*left.groups(), *right.groups()]
             if not rule.is_figure:
                 ((name, value),) = zip(rule.names, filter(None, groups), strict=False)
-                texts = start.texts if name in ("architecture", "vllm_version", "model") else start.backends
+                texts = start.log.figures if name in ("architecture", "vllm_version", "model") else start.log.backends
                 texts.setdefault(name, value)
                 continue
             label = words.LABEL.search(buf[begin:at])
             line = words.message(buf[begin : at + RIGHT].split(b"\n", 1)[0].decode("utf-8", "replace"))
             for name, number in zip(rule.names, groups, strict=False):
-                start.lines.setdefault(name, line[:1000])
+                start.log.lines.setdefault(name, line[:1000])
                 if number is not None:
                     start.add(name, label[1].decode("utf-8", "replace") if label else "", number)
 
@@ -337,7 +328,7 @@ class _Reader:
             if len(text) < 60 or not line.strip() or other or words.RECORD.search(line):
                 break
             text = f"{text.rstrip()} {line.strip()}"
-        errors, text = self.start.errors, text[:2000]
+        errors, text = self.start.log.errors, text[:2000]
         if text not in errors:
             del errors[KEPT : len(errors) - KEPT + 1]  # of many the first and the last
             errors.append(text)
