@@ -96,7 +96,7 @@ def _sentence(error: Exception, client: Any, model: str) -> str:
     if status == 429:
         wait = getattr(getattr(error, "response", None), "headers", {}).get("retry-after")
         return f"{base} is over its request limit (429): wait {f'{wait} s ' if wait else ''}and try again."
-    if status in (400, 413, 422):
+    if status in (400, 413, 422) or "local files" in said:  # vLLM 0.27.0 answers 500 to a file:// picture
         return _bad_request(said, status)
     if status >= 500:
         return f"the server failed with {status} ({said}): its own log says why; `qrecipe log FILE` reads it."
@@ -116,7 +116,7 @@ def _said(error: Exception) -> str:
     """The server's own message, without the client's wrapping."""
     body = getattr(error, "body", None)
     body = body.get("error", body) if isinstance(body, dict) else body
-    message = body.get("message") if isinstance(body, dict) else None
+    message = body.get("message", body.get("detail")) if isinstance(body, dict) else None
     text = str(message or getattr(error, "message", None) or error or type(error).__name__)
     text = " ".join(text.split()).rstrip(".")
     return text if len(text) <= 300 else text[:297] + "..."
@@ -134,6 +134,8 @@ def _bad_request(said: str, status: int) -> str:
         mend = "shorten the prompt"
         if least:  # it stopped counting at the limit
             mend += ", ask for less with max_tokens"
+        elif letters and int(asked or 0) >= int(found[1]):  # no room for any prompt: it was not counted
+            unit, mend = "characters", "ask for less with max_tokens"
         elif not letters and 0 < room < int(asked or 0):
             mend = f"ask for at most {room} with max_tokens"
         return (f"the prompt ({least or ''}{held or 0} {unit}) and max_tokens={asked or 0} do not fit the context of "
@@ -144,4 +146,6 @@ def _bad_request(said: str, status: int) -> str:
     if found := re.search(r"At most (\d+) (\w+)\(s\) may be provided", said):
         return (f"the server takes at most {found[1]} {found[2]}(s) in one prompt: send fewer, or serve with "
                 f"--limit-mm-per-prompt '{{\"{found[2]}\": N}}'.")  # fmt: skip
+    if "local files" in said or "allowed domains" in said:
+        return f"the server fetches no picture from there ({status}: {said}): send the picture itself, as qrecipe.vision.data_url makes it."
     return f"the server refused the request ({status}): {said}."
