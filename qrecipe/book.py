@@ -141,11 +141,8 @@ def run_chapter(
     notebook: Path, parameters: dict, folder: Path, cell_limit: float, left: float, env: dict | None = None
 ) -> Verdict:
     """One chapter under papermill, in a process of its own that ends with this one. Limits in seconds."""
-    executed, told, began = (
-        folder / f"{notebook.stem}.ipynb",
-        folder / f"{notebook.stem}.papermill.log",
-        time.monotonic(),
-    )
+    executed, began = folder / f"{notebook.stem}.ipynb", time.monotonic()
+    told = executed.with_suffix(".papermill.log")
     if left <= 0:
         return Verdict(notebook.stem, reason="the time limit of the whole run was reached before it")
     argv = [sys.executable, "-m", "papermill", str(notebook), str(executed), "--inject-output-path"]
@@ -167,7 +164,7 @@ def run_chapter(
             process.wait(10)
         process.kill()
         process.wait()
-    verdict = judge(executed, folder / f"{notebook.stem}.json", code)
+    verdict = judge(executed, executed.with_suffix(".json"), code)
     verdict.seconds = round(time.monotonic() - began, 1)
     if code is None:
         verdict.status, verdict.reason = "failed", "the time limit of the whole run was reached"

@@ -18,6 +18,7 @@ from threading import Thread
 
 import psutil
 
+from .checks import check_number
 from .errors import BadInput, ChapterSkipped
 from .model_folder import revision_of
 from .paths import project_root, runs_dir, state_dir, writable, write_whole
@@ -190,9 +191,7 @@ def check_values(parameters: dict) -> None:
     for name, choices in CHOICES.items():
         if name in parameters and parameters[name] not in choices:
             raise BadInput(f"{name} {parameters[name]!r}: expected one of {', '.join(choices)}")
-    port = parameters.get("port", 8000)
-    if isinstance(port, bool) or not isinstance(port, int) or not 1024 <= port <= 65535:
-        raise BadInput(f"port {port!r}: expected a whole number from 1024 to 65535")
+    check_number(parameters.get("port", 8000), "port", 1024, 65535)
     base_url = parameters.get("base_url", "")
     if not isinstance(base_url, str) or (base_url and not base_url.startswith(("http://", "https://"))):
         raise BadInput(f"base_url {base_url!r}: expected an address like http://127.0.0.1:8000/v1, or an empty text")

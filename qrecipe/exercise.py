@@ -111,9 +111,8 @@ def _try(name: str, tried: dict, answer: Any, effect: Callable | None, env: dict
         return Told("right", (f"Exercise {name}: right.", says, *more))
     tried["state"] = "right" if tried["state"] == "right" else "wrong"
     wrong = len(tried["tries"])
-    helps = {"Hint": "hint"} if wrong >= TRIES - 1 else {}
-    helps |= {"Solution": "solution"} if wrong >= TRIES else {}
-    more = [f"{head}: {say(spec[key], env)}" for head, key in helps.items() if key in spec]
+    helps = ("hint", "solution")[: max(0, wrong - TRIES + 2)]
+    more = [f"{key.capitalize()}: {say(spec[key], env)}" for key in helps]
     return Told("wrong", (f"Exercise {name}, try {wrong}: not yet.", says, *more))
 
 
@@ -164,16 +163,18 @@ def _change(spec: dict, answer: Any, effect: Callable, env: dict) -> tuple[bool,
         raise BadInput(f"{answer!r}: {'a dict' if kind is dict else 'a text'} such as {spec['example']} is expected")
     env["answer"] = answer
     try:
-        for condition, says in spec.get("slips", []):  # to be seen in the answer alone
-            if evaluate(condition, env):
-                return False, say(says, env)
+        if slip := _first(spec.get("slips", []), env):  # to be seen in the answer alone
+            return False, slip
         env["effect"] = effect(answer)
     except Exception as why:  # whatever the reader's change does to a server or a library is told to him
         return False, f"It was refused: {' '.join(str(why).split())[:300] or type(why).__name__}"
-    for condition, says in spec["fails"]:
-        if evaluate(condition, env):
-            return False, say(says, env)
-    return True, say(spec["proof"], env)
+    failed = _first(spec["fails"], env)
+    return not failed, failed or say(spec["proof"], env)
+
+
+def _first(told: list, env: dict) -> str:
+    """What the first condition that holds says."""
+    return next((say(says, env) for condition, says in told if evaluate(condition, env)), "")
 
 
 def _folder() -> Path:

@@ -120,7 +120,7 @@ def test_a_run_over_its_limit_ends_and_keeps_what_was_done(tmp_path):
     "parameters, words",
     [
         ({"prot": 8001}, "unknown parameter prot: this chapter has engine, port"),
-        ({"port": 80}, "expected a whole number from 1024 to 65535"),
+        ({"port": 80}, "port is 80; a whole number from 1024 to 65535 is expected"),
         ({"engine": "tpu"}, "expected one of auto, cpu, gpu"),
     ],
 )
