@@ -179,12 +179,12 @@ def explain(verdict: Verdict, state: dict) -> None:
     """Add the server log's last lines and, from the server's end, its log or else the error itself, cause and mend."""
     from .diagnosis import diagnose
 
-    log = state.get("log")
-    found = serving.diagnosis(log) if log else None
+    log = state.get("log", "")
+    found = serving.diagnosis(log)
     if not found and (failure := diagnose(verdict.reason)) and failure.known:
         found = asdict(failure)
     ended = f"the server {state['status']}: {state['why']}" if state.get("status") in ("failed", "died") else ""
-    verdict.log_tail = serving.tail(log) if log else ""
+    verdict.log_tail = serving.tail(log)
     verdict.mend = ". ".join(filter(None, [ended, f"{found['cause']}. Mend: {found['mend']}" if found else ""]))
 
 
@@ -234,9 +234,8 @@ def write_run(
 
 def shard_hashes(state: dict) -> dict:
     """The sha256 of each weights file that the run's server loaded, by file name; {} for a model that is not a local folder."""
-    folder = Path(state["recipe"]["model"]) if state else None
     found = {}
-    for file in sorted(folder.glob("*.safetensors")) if folder and folder.is_dir() else []:
+    for file in sorted(Path(state["recipe"]["model"]).glob("*.safetensors")) if state else []:
         with open(file, "rb") as f:
             found[file.name] = hashlib.file_digest(f, "sha256").hexdigest()
     return {"shards_sha256": found} if found else {}

@@ -87,7 +87,7 @@ class Chapter:
     def recipe(self, **changes) -> ServeRecipe:
         """The serve command of this chapter's engine, model and port."""
         given = {"port": 8000, "weights": "real"} | self.parameters
-        return recipe_for(self.engine, self.model_dir, port=given["port"], weights=given["weights"], **changes)
+        return recipe_for(self.engine, self.model_dir, port=int(given["port"]), weights=given["weights"], **changes)
 
     def server(self, recipe: ServeRecipe | None = None) -> Server:
         """The server to talk to: the one at `base_url`, the running one with these flags, or a new one (which takes its time)."""

@@ -136,10 +136,9 @@ def stop(
 
     for one in [s["port"] for s in serving.status()] if every else [port]:
         before, state = serving.status(one), serving.stop(one)
-        if before and before[0]["status"] not in ENDED:
-            print(f"stopped the server on port {one}")
-        else:
-            print(f"no server runs on port {one}" + (f" (last: {state['status']})" if state else ""))
+        running = before and before[0]["status"] not in ENDED
+        last = f" (last: {state['status']})" if state else ""
+        print(f"stopped the server on port {one}" if running else f"no server runs on port {one}{last}")
 
 
 @app.command()
