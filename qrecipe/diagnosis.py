@@ -45,7 +45,6 @@ class Failure:
     cause: str
     mend: str
     known: bool
-    origin: str = ""
 
 
 def diagnose(lines: str | Iterable[str], log: Any = None, shape: ModelShape | None = None) -> Failure | None:
@@ -65,7 +64,7 @@ def diagnose(lines: str | Iterable[str], log: Any = None, shape: ModelShape | No
                 start, end = (0, 600) if text is tight else (max(0, found.start() - 200), found.end() + 300)
                 text = " ".join(loud) if text is tight else text
                 text = text if len(text) <= 600 else text[start:end]
-                return Failure(text, *filled, True, rule.origin)
+                return Failure(text, *filled, True)
     errors = [row[:600] for row in loud if ERROR.match(row)]
     causes = [row for row in errors if not SYMPTOMS.search(row)]  # the others only say that something failed further up
     why = TABLE["unknown"]["cause" if causes else "symptom"]

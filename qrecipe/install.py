@@ -71,7 +71,7 @@ def set_up(asked: str) -> None:
         return
     print(f"set-up: engine {engine}: {reason}", flush=True)
     if not stamp.exists():
-        preflight(facts, engine, str(ROOT))
+        preflight(engine, str(ROOT))
     stamp.unlink(missing_ok=True)
     if not os.path.exists(inside) or subprocess.run([inside, "-c", "import pip"], capture_output=True).returncode:
         run([python, "-m", "venv", "--clear", str(venv)], "making .venv", "on Debian and Ubuntu install python3-venv")

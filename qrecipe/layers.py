@@ -193,7 +193,9 @@ def choose_engine(facts: Facts, asked: str = "auto") -> tuple[str, str]:
     """
     if asked not in ("auto", "cpu", "gpu"):
         raise BadInput(f"engine {asked!r} is not known: expected one of auto, cpu, gpu")
-    require_machine(facts)
+    ground = judge_machine(facts)
+    if ground.ok is False:
+        raise BadInput(f"{ground.why.rstrip('.')} (found: {ground.found}; needed: {ground.needed}): {ground.mend}")
     build = "cpu" if facts.cpu_build else "gpu" if facts.vllm else asked
     if asked not in ("auto", build):
         raise BadInput(f"engine {asked!r} is asked for, the {build} build of vLLM installed: make setup ENGINE={asked}")
@@ -214,16 +216,8 @@ def choose_engine(facts: Facts, asked: str = "auto") -> tuple[str, str]:
     return "cpu", f"{why}; {processor.found}"
 
 
-def require_machine(facts: Facts) -> None:
-    """BadInput where neither engine can be installed: another system, processor family or Python."""
-    ground = judge_machine(facts)
-    if ground.ok is False:
-        raise BadInput(f"{ground.why.rstrip('.')} (found: {ground.found}; needed: {ground.needed}): {ground.mend}")
-
-
-def preflight(facts: Facts, engine: str, folder: str = ".") -> None:
-    """Look before the install into `folder`: BadInput where the machine or the free disk does not fit."""
-    require_machine(facts)
+def preflight(engine: str, folder: str) -> None:
+    """Look before the install into `folder`: BadInput where the free disk does not do."""
     free, need = shutil.disk_usage(folder).free / GIB, INSTALL_GIB[engine]
     if free < need and not os.path.exists(os.path.join(folder, ".venv")):  # a part of it may be there already
         raise BadInput(f"{free:.1f} GiB are free on this disk, the {engine} engine takes about {need}: free some")

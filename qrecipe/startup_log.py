@@ -76,7 +76,7 @@ class StartupLog:
         from .diagnosis import diagnose  # later in the data flow: only a failed start needs it
 
         found = diagnose(self.errors, log=self)
-        return found and {key: value for key, value in asdict(found).items() if key != "origin"}
+        return found and asdict(found)
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON of `qrecipe log`."""

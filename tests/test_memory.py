@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from qrecipe import memory
+from qrecipe import memory, teaching_model
 from qrecipe.cards import cards, find_card, parse_size
 from qrecipe.errors import BadInput, NotCovered
 from qrecipe.memory import JSON_KEYS, budget
@@ -65,26 +65,7 @@ def test_the_pool_of_the_4b_by_its_parts():
 
 def test_the_cpu_engines_block_and_pool():
     # cpu-vllm0.27.0-tiny-qwen3.5-4096.log: block 384, padding 46.56 %, 1 GiB → 798,720 tokens, 195.00x
-    tiny = {
-        "model_type": "qwen3_5_text",
-        "hidden_size": 64,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 256,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-        "vocab_size": 248320,
-        "intermediate_size": 128,
-        "max_position_embeddings": 32768,
-        "mamba_ssm_dtype": "float32",
-        "tie_word_embeddings": True,
-        "dtype": "bfloat16",
-    }
-    found = budget(tiny, available_kv_gib=1.0, block_size=128, max_model_len=4096)
+    found = budget(teaching_model.config(), available_kv_gib=1.0, block_size=128, max_model_len=4096)
     assert found.attention_block_tokens == 384 and f"{found.pool.padding_percent:.2f}" == "46.56"
     assert found.kv_cache_tokens == 798_720 and f"{found.max_concurrency:.2f}" == "195.00"
 

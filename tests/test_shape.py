@@ -1,6 +1,7 @@
 """Shapes: parameters by part are exact against transformers on the meta device; what is not covered is refused."""
 
 import json
+import re
 
 import pytest
 from examples import examples
@@ -97,6 +98,12 @@ FULL = [
 ]
 
 
+PARTS = [
+    ("visual|vision|multi_modal", "vision"), ("lm_head", "lm_head"), ("embed_tokens", "embedding"),
+    ("linear_attn", "gdn"), ("self_attn", "attention"), ("norm", "norms"),
+]  # fmt: skip  # words in the name of a parameter, the first that are there
+
+
 def by_part(model) -> dict[str, int]:
     """Parameters of a transformers model by part, shared tensors once."""
     parts, seen = {}, set()
@@ -104,21 +111,7 @@ def by_part(model) -> dict[str, int]:
         if id(p) in seen:
             continue
         seen.add(id(p))
-        part = (
-            "vision"
-            if "visual" in name or "vision" in name or "multi_modal" in name
-            else "lm_head"
-            if "lm_head" in name
-            else "embedding"
-            if "embed_tokens" in name
-            else "gdn"
-            if "linear_attn" in name
-            else "attention"
-            if "self_attn" in name
-            else "norms"
-            if "norm" in name
-            else "mlp"
-        )
+        part = next((part for words, part in PARTS if re.search(words, name)), "mlp")
         parts[part] = parts.get(part, 0) + p.numel()
     return parts
 
