@@ -132,7 +132,7 @@ def _number(spec: dict, answer: Any, effect: None, env: dict) -> tuple[bool, str
     short = right if isinstance(right, int) else float(f"{right:.4g}") if abs(right) < 1e4 else round(right)
     exact = Quantity(short, *unit_of(asked))
     if abs(value - right) <= (spec["tolerance"] + 1e-9) * (abs(right) or 1):
-        return True, f"{yours}" + (f"; exactly {exact}." if str(exact) != str(yours) else ".")
+        return True, f"{yours}" + (f"; exactly {exact}." if abs(value - short) > abs(right) / 2000 else ".")
     slips = [(evaluate(expression, env), says) for expression, says in spec.get("mistakes", [])]
     slips += [(right * factor, says) for key in (exact.kind, asked) for factor, says in SLIPS.get(key, [])]
     near = [(abs(value / slip - 1), says) for slip, says in slips if slip]
@@ -147,7 +147,7 @@ def _by_how_much(value: float, right: float) -> str:
     ratio = value / right
     if 0.5 <= ratio <= 2:
         return f"{round(100 * abs(ratio - 1), 1):g} % too {'large' if ratio > 1 else 'small'}"
-    return f"{ratio:,.3g} times as large as it should be" if ratio > 1 else f"{1 / ratio:,.3g} times too small"
+    return f"{float(f'{max(ratio, 1 / ratio):.3g}'):,g} times " + ("as large as it should be" if ratio > 1 else "too small")
 
 
 def _choose(spec: dict, answer: Any, effect: None, env: dict) -> tuple[bool, str]:
@@ -167,7 +167,8 @@ def _change(spec: dict, answer: Any, effect: Callable, env: dict) -> tuple[bool,
             return False, slip
         env["effect"] = effect(answer)
     except Exception as why:  # whatever the reader's change does to a server or a library is told to him
-        return False, f"It was refused: {' '.join(str(why).split())[:300] or type(why).__name__}"
+        env["why"] = " ".join(str(why).split())[:300] or type(why).__name__
+        return False, say(spec.get("refused", "It was refused: {why}"), env)
     failed = _first(spec["fails"], env)
     return not failed, failed or say(spec["proof"], env)
 
