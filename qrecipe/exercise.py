@@ -147,7 +147,9 @@ def _by_how_much(value: float, right: float) -> str:
     ratio = value / right
     if 0.5 <= ratio <= 2:
         return f"{round(100 * abs(ratio - 1), 1):g} % too {'large' if ratio > 1 else 'small'}"
-    return f"{float(f'{max(ratio, 1 / ratio):.3g}'):,g} times " + ("as large as it should be" if ratio > 1 else "too small")
+    return f"{float(f'{max(ratio, 1 / ratio):.3g}'):,g} times " + (
+        "as large as it should be" if ratio > 1 else "too small"
+    )
 
 
 def _choose(spec: dict, answer: Any, effect: None, env: dict) -> tuple[bool, str]:
