@@ -137,23 +137,25 @@ def difference(before: Snapshot, after: Snapshot) -> ServerSide:
     return ServerSide(kv_usage=after["kv_cache_usage_perc"], **means, **counts)
 
 
-def round_trip(client: Any, messages: list[dict], repeat: int = 7) -> float:
+def round_trip(client: Any, *, repeat: int = 7, **request: Any) -> float:
     """Seconds that HTTP takes both ways, without the model: the median of `repeat` refusals.
 
-    The same messages go to the same address under a model name that nobody serves: the server reads and checks the
-    request and answers 404. That is the part of a TTFT which only the client's clock sees.
+    The same streamed request (what the client's `create` takes) goes to the same address under a model name that nobody
+    serves: the server reads and checks it and answers 404. That is the part of a TTFT which only the client's clock sees.
     """
     from openai import NotFoundError
 
     client, times = client.with_options(max_retries=0), []
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    request |= {"model": "qrecipe-no-such-model", "stream": True, "stream_options": usage}
     for _ in range(repeat):
         start = time.perf_counter()
-        try:
-            client.chat.completions.create(model="qrecipe-no-such-model", messages=messages)
-        except NotFoundError:
-            times.append(time.perf_counter() - start)
-    if not times:
-        raise RequestFailed(f"{client.base_url} answers under any model name: HTTP alone cannot be measured with it.")
+        with suppress(NotFoundError):
+            client.chat.completions.create(**request).close()
+            raise RequestFailed(
+                f"{client.base_url} answers under any model name: HTTP alone cannot be measured with it."
+            )
+        times.append(time.perf_counter() - start)
     return statistics.median(times)
 
 
@@ -197,14 +199,14 @@ def _in_ms(name: str, ours: float, servers: float) -> Comparison:
 def hold(client: Any, base_url: str, repeat: int = 5, **request: Any) -> list[Comparison]:
     """`compare` for that one of `repeat` requests, after one that warms up, which waited least for a core.
 
-    `request` is what `dissect` takes; its messages are also those of `round_trip`, which goes before each request with
-    nothing in between: reading /metrics there leaves server and client cold, and the request's own HTTP then takes longer
+    `request` is what `dissect` takes, its messages among them; `round_trip` goes before each request with nothing in
+    between: reading /metrics there leaves server and client cold, and the request's own HTTP then takes longer
     than the refusals did. A token count that disagrees in any of the requests is shown. The last row tells how long this
     thread and the API server's were ready to run and had no core during the request, where Linux can say.
     """
     runs, threads = [], _threads(base_url)
     for _ in range(repeat + 1):
-        before, http, waited = read_metrics(base_url), round_trip(client, request["messages"]), _waited(threads)
+        before, http, waited = read_metrics(base_url), round_trip(client, **request), _waited(threads)
         ours = dissect(client, **request)
         waited = _waited(threads) - waited
         runs.append((waited, compare(ours, difference(before, read_metrics(base_url, after=before)), http)))

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .show import CARD, COLORS, INK, _axes, _figure, _legend, _measured, _patch
+from .show import COLORS, INK, _axes, _figure, _fill, _legend, _measured, _patch
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,7 +49,7 @@ def timeline(dissection: "Dissection | Sequence[Dissection]", names: Sequence[st
                 ax.vlines(times, row - half, row + half, color=COLORS[color], linewidth=_thin(len(times)))
         text = "" if d.complete else "the stream broke off"
         if first is not None and last is not None:
-            ax.barh(row, first * 1000, height=0.46, facecolor=COLORS[7], hatch="///", edgecolor=CARD, linewidth=0.5)
+            ax.barh(row, first * 1000, height=0.46, **_fill(7))
             text = f"TTFT {first * 1000:,.0f} ms · {d.completion_tokens} tokens · E2E {last * 1000:,.0f} ms"
         ax.text(0, row - 0.37, text, fontsize=8.8, color=INK, va="bottom")
         texts.append(text)

@@ -94,7 +94,7 @@ def held(monkeypatch, *runs):
         clock[0] += waited
         return ours(ttft=ttft)
 
-    monkeypatch.setattr(metrics, "round_trip", lambda *_: order.append("refusals") or 0.002)
+    monkeypatch.setattr(metrics, "round_trip", lambda *_, **__: order.append("refusals") or 0.002)
     monkeypatch.setattr(metrics, "read_metrics", lambda *_, **__: order.append("metrics"))
     monkeypatch.setattr(metrics, "difference", lambda *_: server.pop(0))
     monkeypatch.setattr(metrics, "dissect", request)
@@ -126,8 +126,9 @@ def test_round_trip_is_the_time_of_a_refusal():
     slow = error(404, "The model `qrecipe-no-such-model` does not exist.")
     slow.pieces[0] = (0.02, slow.pieces[0][1])
     with replay(*[slow] * 3) as (url, seen):
-        seconds = round_trip(OpenAI(base_url=url, api_key="none"), ASK["messages"], repeat=3)
-    assert 0.02 <= seconds < 0.2 and len(seen) == 3 and seen[0]["messages"] == ASK["messages"]
+        seconds = round_trip(OpenAI(base_url=url, api_key="none"), **ASK, max_tokens=5, repeat=3)
+    assert 0.02 <= seconds < 0.2 and len(seen) == 3
+    assert seen[0]["messages"] == ASK["messages"] and seen[0]["stream"] and seen[0]["max_tokens"] == 5
 
 
 def test_several_tokens_a_step_are_compared_by_step():
