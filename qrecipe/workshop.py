@@ -102,35 +102,24 @@ def write_key(path: Path) -> Path:
     return path
 
 
-class Watch:
-    """The class at work: one row of /metrics (open without a key) every `every` seconds for `seconds`, drawn in place."""
+def watch(base_url: str, seconds: float = 10.0, every: float = 1.0) -> list[tuple]:
+    """The class at work: a row of /metrics (open without a key) every `every` seconds for `seconds`, drawn in place; the rows."""
+    from IPython.display import DisplayHandle
 
-    COLUMNS = ("seconds", "running", "waiting", "KV cache in use", "answered", "tokens a second")
+    from .metrics import read_metrics
+    from .show import table
 
-    def __init__(self, base_url: str, seconds: float = 10.0, every: float = 1.0):
-        from .metrics import read_metrics
-
-        self.rows: list[tuple] = []
-        began, before, handle = time.monotonic(), None, None
-        while (now := time.monotonic() - began) < seconds or not self.rows:
-            page = read_metrics(base_url)
-            since, tokens = before or (now - 1, page["generation_tokens_total"])
-            rate = (page["generation_tokens_total"] - tokens) / (now - since)
-            self.rows.append((
-                round(now), int(page["num_requests_running"]), int(page["num_requests_waiting"]),
-                f"{page['kv_cache_usage_perc']:.1%}", page.finished, round(rate),
-            ))  # fmt: skip
-            handle, before = self._draw(handle), (now, page["generation_tokens_total"])
-            time.sleep(min(every, max(0.0, seconds - (time.monotonic() - began))))
-
-    def _draw(self, handle):
-        from .show import table
-
-        view = table(self.rows[-12:], list(self.COLUMNS))
-        with suppress(ImportError):
-            from IPython.display import display
-
-            if handle is None:
-                return display(view, display_id=True)
-            handle.update(view)
-        return handle
+    columns = ["seconds", "running", "waiting", "KV cache in use", "answered", "tokens a second"]
+    rows, handle, began, since, before = [], DisplayHandle(), time.monotonic(), 0.0, None
+    while not rows or since + every < seconds:
+        time.sleep(every if rows else 0)
+        page, now = read_metrics(base_url), time.monotonic() - began
+        tokens = page["generation_tokens_total"]
+        rate = 0.0 if before is None else (tokens - before) / (now - since)
+        running, waiting, used = (
+            page[n] for n in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        )
+        rows.append((round(now), int(running), int(waiting), f"{used:.1%}", page.finished, round(rate)))
+        (handle.update if rows[1:] else handle.display)(table(rows[-12:], columns))
+        since, before = now, tokens
+    return rows
