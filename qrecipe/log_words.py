@@ -17,6 +17,7 @@ PLACEHOLDERS = {
     "<version>": r"(\d[\w.+-]{0,40})",
 }
 RANK_FIELDS, WHOLE, SMALLEST = TABLE["by rank"], TABLE["whole"], TABLE["smallest"]
+ENGINE_SETTINGS = TABLE["settings"]
 
 
 class Rule(NamedTuple):

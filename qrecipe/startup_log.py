@@ -28,11 +28,6 @@ MORE_KEYS = (
     "max_num_batched_tokens", "weights_read_seconds", "warmup_seconds", "capture_seconds", "mm_warmup_seconds",
     "architecture", "model",
 )  # fmt: skip
-ENGINE_SETTINGS = {
-    "model", "speculative_config", "dtype", "max_seq_len", "load_format", "tensor_parallel_size",
-    "pipeline_parallel_size", "data_parallel_size", "quantization", "enforce_eager", "kv_cache_dtype",
-    "device_config", "enable_prefix_caching", "served_model_name", "trust_remote_code",
-}  # fmt: skip
 PRINTED_DICT = re.compile(r"'(\w{1,60})': ('[^'\n]{0,400}'|\[[^\[\]\n]{0,400}\]|\{[^{}\n]{0,400}\}|[\w.+-]{1,60})")
 SETTINGS = re.compile(r"\b(\w{1,60})=('[^'\n]{0,400}'|\[[^\[\]\n]{0,400}\]|[\w.+-]{1,60})(?=[,)]|$)")
 ENCODER, COMPILED, CACHED = b"Encoder cache will be", b"saved AOT compiled", b"Directly load"
@@ -272,7 +267,7 @@ class _Reader:
         if engine:
             start.engines.add(name)
             settings = pairs(SETTINGS, words.clean(rest.split(b"\n", 1)[0]))
-            start.log.config.update({k: v for k, v in settings.items() if k in ENGINE_SETTINGS})
+            start.log.config.update({k: v for k, v in settings.items() if k in words.ENGINE_SETTINGS})
         elif anchor in words.ARGUMENTS:
             kind = PRINTED_DICT if b"non-default" in anchor else SETTINGS
             start.log.flags.update(pairs(kind, words.clean(rest.split(b"\n", 1)[0])))

@@ -251,18 +251,6 @@ def test_a_figure_is_drawn_where_it_is_asked_for():
         pictures.draw("cube", "blue")
 
 
-def test_patches_of_training_are_those_of_the_processor(folder):
-    transformers = pytest.importorskip("transformers")
-    from qrecipe.teaching_model.train import patches
-
-    image, _ = pictures.random_picture(random.Random(0), sides=(256, 320))
-    processor = transformers.AutoImageProcessor.from_pretrained(folder)
-    made = processor(images=[image], return_tensors="pt")
-    pixels, grids = patches([image])
-    assert grids.tolist() == made["image_grid_thw"].tolist()
-    assert (pixels - made["pixel_values"]).abs().max() < 1e-5
-
-
 # -- training
 
 

@@ -16,6 +16,7 @@ import random
 import shutil
 import tempfile
 import time
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -103,19 +104,20 @@ def new_model(vocabulary: int, image_token: int):
     return model
 
 
+@cache
+def _image_processor():
+    from transformers import AutoImageProcessor
+
+    return AutoImageProcessor.from_pretrained(FOLDER)
+
+
 def patches(images) -> tuple[Tensor, Tensor]:
     """Pixels as the tower takes them: [patches, 3 · 2 · 16 · 16], four patches of a token in a row, and the grids.
 
     Sides must be multiples of 32 pixels: nothing is resized here.
     """
-    rows, grids = [], []
-    for image in images:
-        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 127.5 - 1
-        high, wide = pixels.shape[1] // 16, pixels.shape[2] // 16
-        tiles = pixels.view(3, high // 2, 2, 16, wide // 2, 2, 16).permute(1, 4, 2, 5, 0, 3, 6)
-        rows.append(tiles.unsqueeze(5).expand(-1, -1, -1, -1, -1, 2, -1, -1).reshape(high * wide, -1))
-        grids.append((1, high, wide))
-    return torch.cat(rows), torch.tensor(grids)
+    made = _image_processor()(images=images, return_tensors="pt", do_resize=False)
+    return made["pixel_values"], made["image_grid_thw"]
 
 
 def teach_seeing(tower, rng: random.Random, steps: int) -> None:

@@ -64,6 +64,7 @@ def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
         for name, array in arrays.items()
     }
     serialize_file(specs, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # the library makes it readable for its owner alone
 
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:
