@@ -20,7 +20,7 @@ import psutil
 
 from .checks import check_number
 from .errors import BadInput, ChapterSkipped
-from .model_folder import revision_of
+from .fetch import revision_of
 from .paths import project_root, runs_dir, state_dir, writable, write_whole
 from .recipe import GPU_MODEL, TEACHING, ServeRecipe, recipe_for
 from .serving import Server

@@ -30,7 +30,7 @@ def check_start(recipe: ServeRecipe) -> None:
             raise BadInput(f"{word.split('=')[0]} among the extra words: give it as {OURS[word.split('=')[0]]}")
     path = Path(recipe.model)
     if path.is_absolute() or path.exists() or recipe.model.startswith((".", "~")):
-        from .model_folder import require_folder
+        from .fetch import require_folder
 
         require_folder(path, weights=recipe.load_format != "dummy")
     try:

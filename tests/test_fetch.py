@@ -12,8 +12,7 @@ import pytest
 from hub_server import COMMIT, Hub
 
 from qrecipe.errors import BadInput
-from qrecipe.fetch import find_model
-from qrecipe.model_folder import check_folder, require_folder, revision_of
+from qrecipe.fetch import check_folder, find_model, require_folder, revision_of
 
 ROOT = Path(__file__).parent.parent
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
