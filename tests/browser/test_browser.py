@@ -160,9 +160,9 @@ def run_all(page):
 
 
 def wait(page, good, seconds=LIMIT):
-    """Until the cells are good; a kernel that does nothing for 20 s has stopped without an error (a magic's usage)."""
+    """Until the cells are good; a kernel that does nothing for 90 s has stopped without an error (a magic's usage)."""
     quiet = began = time.monotonic()
-    while time.monotonic() < min(began + seconds, quiet + 20):
+    while time.monotonic() < min(began + seconds, quiet + 90):
         cells = {c["id"]: c for c in page.evaluate(STATE)}
         broken = {i: o for i, c in cells.items() for o in c["outputs"] if o["output_type"] == "error"}
         assert not broken, broken
