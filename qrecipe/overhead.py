@@ -27,7 +27,7 @@ CUDA_GIB = {
 CUBLAS_BYTES, LARGEST_KEPT_BYTES = 32 * 2**20, 512 * 2**20
 CUDA_GRAPHS_GIB, CUDA_RANKS_GIB = 0.16, 0.5  # with graphs (0.62 in all on the H200); with NCCL (assumed)
 PEAK_BANDS = (0.03, 0.15, 0.35)  # relative: seen on Qwen3.5; another family, or experts (one start, of 35B-A3B); both
-ESTIMATE_BANDS, ACTUAL_BANDS = (0.12, 0.6), (0.3, 0.35)  # of the graphs, relative: the size of the fit, any other
+ESTIMATE_BANDS, ACTUAL_BANDS = (0.12, 0.5), (0.3, 0.35)  # of the graphs, relative: the size of the fit, any other
 NON_TORCH_BAND_GIB = 0.15
 CALIBRATED_BAND = 0.4  # what is left of a band after --calibrate
 
@@ -97,7 +97,8 @@ def graphs(shape: ModelShape, seqs: int, tokens: int, spec: int, eager: bool) ->
     limit = min(2 * seqs * (1 + spec), 512, tokens)
     sizes = [i for i in (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)) if i <= limit]  # captured by 0.27.0
     full, layers = sum(s <= seqs * (1 + spec) for s in sizes), len(shape.layers)
-    estimate, actual = (len(sizes) * piece + full * GRAPH_GIB * layers / 32 for piece in PIECEWISE_GIB)
+    each, wider = GRAPH_GIB * layers / 32, ((shape.hidden or 2560) / 2560) ** 0.5  # wider: 9B 0.40, 27B 0.54 estimated
+    estimate, actual = len(sizes) * PIECEWISE_GIB[0] + full * each * wider, len(sizes) * PIECEWISE_GIB[1] + full * each
     other = shape.hidden != 2560 or layers != 32
     how = f"{len(sizes)} piecewise + {full} full graphs of {layers} layers (fitted on Qwen3.5-4B on an H200)"
     after = Estimate(actual, actual * ACTUAL_BANDS[other], f"{how}; actual − estimate comes on top of the peak")
