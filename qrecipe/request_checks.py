@@ -8,64 +8,44 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
 import re
 from typing import Any
 
+from .checks import check_number
 from .errors import BadInput, RequestFailed
 
-# name: what it must be, and whether a value is that
-_CHECKS = {
-    name: (f"a{' whole' if whole else ''} number {said}", whole, test)
-    for names, said, whole, test in [
-        ("max_tokens max_completion_tokens n", "of at least 1", True, lambda v: v >= 1),
-        ("top_k", "of at least -1", True, lambda v: v >= -1),
-        ("min_tokens", "of at least 0", True, lambda v: v >= 0),
-        ("temperature", "of at least 0", False, lambda v: v >= 0),
-        ("repetition_penalty timeout", "above 0", False, lambda v: v > 0),
-        ("top_p", "above 0 and at most 1", False, lambda v: 0 < v <= 1),
-        ("min_p", "of at least 0 and at most 1", False, lambda v: 0 <= v <= 1),
-        ("presence_penalty frequency_penalty", "of at least -2 and at most 2", False, lambda v: -2 <= v <= 2),
-    ]
-    for name in names.split()
-}
-
-
-def check_number(name: str, value: Any) -> None:
-    """Raise BadInput when a request parameter lies outside what any server takes."""
-    if name not in _CHECKS or value is None or type(value).__name__ in ("Timeout", "NotGiven", "Omit"):
-        return
-    expected, whole, test = _CHECKS[name]
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not (number and test(value) and not (whole and value != int(value))):
-        raise BadInput(f"{name} is {value!r}: it must be {expected}.")
+# what no server takes: (lowest, highest, kind)
+_RANGES = {
+    "max_tokens": (1, 10**9, int), "max_completion_tokens": (1, 10**9, int), "min_tokens": (0, 10**9, int), "n": (1, 10**6, int),
+    "temperature": (0, 1000, float), "top_p": (1e-6, 1, float), "min_p": (0, 1, float), "top_k": (-1, 10**9, int),
+    "presence_penalty": (-2, 2, float), "frequency_penalty": (-2, 2, float), "repetition_penalty": (1e-6, 1000, float),
+    "timeout": (1e-6, 10**9, float),
+}  # fmt: skip
 
 
 def check_request(client: Any, model: Any, messages: Any, prompt: Any, max_tokens: Any, temperature: Any,
                   extra_body: dict | None, params: dict) -> None:  # fmt: skip
     """Raise BadInput for what cannot be sent: parts missing, numbers out of range, names the client does not know."""
-    if type(client).__name__.startswith("Async"):
-        raise BadInput("the client is asynchronous: give an openai.OpenAI, whose stream is read on one clock.")
-    if not (isinstance(model, str) and model.strip()):
-        raise BadInput(f"model is {model!r}: give the name that /v1/models lists, for instance 'qwen3.5-4b'.")
-    if (messages is None) == (prompt is None):
-        raise BadInput("give either messages (chat) or prompt (completion), not both and not neither.")
+    create = client.chat.completions.create if prompt is None else client.completions.create
+    unknown = ", ".join(sorted(set(params) - set(inspect.signature(create).parameters)))
     parts = messages if isinstance(messages, list) else []
     roles = [m.get("role") if isinstance(m, dict) else getattr(m, "role", None) for m in parts]
-    if messages is not None and not (roles and all(roles)):
-        raise BadInput("messages must be a list of at least one {'role': ..., 'content': ...}.")
-    if prompt is not None and (not isinstance(prompt, (str, list)) or not prompt):
-        raise BadInput("prompt must be a text or a list of token ids, and not empty.")
-    if extra_body is not None and not isinstance(extra_body, dict):
-        raise BadInput(f"extra_body is {type(extra_body).__name__}: it must be a dict of fields the server adds.")
-    if "stream" in params or "stream_options" in params:
-        raise BadInput("stream and stream_options are set here: a dissected request always streams and asks for usage.")
-    create = client.chat.completions.create if prompt is None else client.completions.create
-    if unknown := sorted(set(params) - set(inspect.signature(create).parameters)):
-        names = ", ".join(unknown)
-        raise BadInput(f"{names}: no parameter of the openai client; what the server adds goes into extra_body.")
+    for wrong, why in [
+        (type(client).__name__.startswith("Async"), "the client is asynchronous: give an openai.OpenAI, whose stream is read on one clock."),
+        (not (isinstance(model, str) and model.strip()), f"model is {model!r}: give the name that /v1/models lists, for instance 'qwen3.5-4b'."),
+        ((messages is None) == (prompt is None), "give either messages (chat) or prompt (completion), not both and not neither."),
+        (messages is not None and not (roles and all(roles)), "messages must be a list of at least one {'role': ..., 'content': ...}."),
+        (prompt is not None and not (isinstance(prompt, (str, list)) and prompt), "prompt must be a text or a list of token ids, and not empty."),
+        (not isinstance(extra_body, dict | None), f"extra_body is {type(extra_body).__name__}: it must be a dict of fields the server adds."),
+        (params.keys() & {"stream", "stream_options"}, "stream and stream_options are set here: a dissected request always streams and asks for usage."),
+        (unknown, f"{unknown}: no parameter of the openai client; what the server adds goes into extra_body."),
+    ]:  # fmt: skip
+        if wrong:
+            raise BadInput(why)
     for name, value in {"max_tokens": max_tokens, "temperature": temperature, **params, **(extra_body or {})}.items():
-        check_number(name, value)
+        if name in _RANGES and value is not None and type(value).__name__ not in ("Timeout", "NotGiven", "Omit"):
+            low, high, kind = _RANGES[name]
+            check_number(value, name, low, high, kind)
 
 
 def served_models(client: Any) -> list[str]:

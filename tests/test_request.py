@@ -335,7 +335,7 @@ def test_nothing_listens():
         ({"temperature": -0.1}, "temperature is -0.1"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"top_p": 0}, "top_p is 0"),
-        ({"top_p": 1.1}, "at most 1"),
+        ({"top_p": 1.1}, "top_p is 1.1; a number from 1e-06 to 1 is expected"),
         ({"n": 0}, "n is 0"),
         ({"timeout": 0}, "timeout is 0"),
         ({"presence_penalty": 3}, "presence_penalty is 3"),
