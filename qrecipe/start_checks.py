@@ -47,9 +47,12 @@ def check_start(recipe: ServeRecipe) -> None:
         from .shape import load_shape
 
         check_parallel(load_shape(recipe.model), recipe.tensor_parallel_size or 1, recipe.pipeline_parallel_size or 1)
+    cpu = "VLLM_CPU_KVCACHE_SPACE" in recipe.env
     if head := recipe.env.get("RAY_ADDRESS"):
+        if cpu:  # "current platform cpu does not support ray": tried with 0.27.0 and ray 2.60.0
+            raise BadInput("vLLM's CPU engine does not run over Ray: take vLLM's own lines of chapter 09_scale_out")
         check_head(head)
-    if "VLLM_CPU_KVCACHE_SPACE" not in recipe.env and recipe.gpu_memory_utilization:
+    if not cpu and recipe.gpu_memory_utilization:
         check_gpus(recipe.gpu_memory_utilization, (recipe.tensor_parallel_size or 1) if head else recipe.ranks)
 
 

@@ -17,7 +17,7 @@ from qrecipe.errors import BadInput, ServerFailed
 from qrecipe.processes import Pid, server_processes
 from qrecipe.recipe import ServeRecipe
 from qrecipe.serving import Server
-from qrecipe.start_checks import check_gpus, check_head
+from qrecipe.start_checks import check_gpus, check_head, check_start
 
 STUB = Path(__file__).with_name("stub")
 
@@ -325,6 +325,12 @@ def test_heads_that_cannot_be_divided_are_refused_with_the_sizes_that_can(port, 
     recipe = ServeRecipe(str(build(tmp_path / "model")), port=port, tensor_parallel_size=3)
     with pytest.raises(BadInput, match=r"tensor_parallel_size 3 does not divide the .* heads.*use one of \[1, 2\]"):
         Server.start(recipe)
+
+
+def test_the_cpu_engine_is_not_started_over_ray(port):
+    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "RAY_ADDRESS": f"127.0.0.1:{port}"}
+    with pytest.raises(BadInput, match="CPU engine does not run over Ray"):
+        check_start(ServeRecipe("OWNER/NAME", port=port, env=env))
 
 
 def test_a_ray_head_that_does_not_answer_is_one_sentence(port, monkeypatch):
