@@ -123,13 +123,12 @@ class Offline:
 def extra_arguments(words: Sequence[str]) -> dict:
     """Words of a `vllm serve` command line as arguments of LLM: --max-num-seqs 8 becomes {"max_num_seqs": 8}."""
     out: dict[str, Any] = {}
-    name = ""
     for word in words:
         if word.startswith("--"):
             name, given, value = word[2:].partition("=")
             name = name.replace("-", "_")
             out[name] = _value(value) if given else True
-        elif name:
+        elif out:
             out[name] = _value(word)
     return out
 

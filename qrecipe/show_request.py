@@ -46,7 +46,9 @@ def timeline(dissection: "Dissection | Sequence[Dissection]", names: Sequence[st
             times = [c.t * 1000 for c in d.chunks if c.kind == kind and c.tokens]
             if times:
                 seen.add(kind)
-                ax.vlines(times, row - half, row + half, color=COLORS[color], linewidth=_thin(len(times)))
+                ax.vlines(
+                    times, row - half, row + half, color=COLORS[color], linewidth=max(0.45, min(2.2, 160 / len(times)))
+                )
         text = "" if d.complete else "the stream broke off"
         if first is not None and last is not None:
             ax.barh(row, first * 1000, height=0.46, **_fill(7))
@@ -76,11 +78,6 @@ def _title(rows: Sequence[Any], names: Sequence[str]) -> str:
     if len(rows) > 1:
         return "The same clock for each: wait for the first token, then a tick a chunk"
     return f"The first token took {d.ttft / d.e2e:.0%} of the request" if d.ttft and d.e2e else "No token came"
-
-
-def _thin(count: int) -> float:
-    """A tick's width in points, so that many ticks do not flow into one area."""
-    return 2.2 if count < 60 else 1.4 if count < 150 else 0.8 if count < 400 else 0.45
 
 
 def patch_grid(image: Any, tokens: "ImageTokens") -> "Figure":
