@@ -192,10 +192,9 @@ def new_run_folder(out: str | Path | None) -> Path:
     """`out`, which must be new or empty, or a fresh `runs/STAMP`."""
     if out:
         return writable(fresh_folder(out), room=ROOM)
-    base = runs_dir() / datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder, n = base, 1
+    folder = runs_dir() / f"{datetime.now():%Y%m%d-%H%M%S}"
     while folder.exists():
-        folder, n = base.with_name(f"{base.name}-{n}"), n + 1
+        folder = folder.with_name(f"{folder.name}-2")
     return writable(folder)
 
 

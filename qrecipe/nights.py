@@ -42,18 +42,6 @@ class Night:
     notes: list[str] = field(default_factory=list)
 
 
-@dataclass
-class Row:
-    """One figure over all nights. `mark` is "", "changed", "better" or "regression"; `change` a share of the median before."""
-
-    figure: str
-    values: list[float | None]
-    median: float | None = None
-    spread: float | None = None
-    change: float | None = None
-    mark: str = ""
-
-
 def read_night(folder: Path) -> Night | str:
     """The run in this folder, or a sentence that says why there is none. Reads what can be read and notes what cannot."""
     file, notes = folder / "run.json", []
@@ -128,16 +116,15 @@ def compare(folders: list[Path], bound: float = 0.10) -> dict:
     before = nights[-2].identity if len(nights) > 1 else last.identity
     changed = [f"{k}: {_short(before[k])} -> {_short(v)}" for k, v in last.identity.items() if before[k] != v]
     names = dict.fromkeys(name for n in nights for name in n.figures)
-    rows = [judge_row(Row(name, [n.figures.get(name) for n in nights]), bound) for name in names]
-    regressions = [
-        f"{r.figure}: {r.values[-1]:.4g} against {r.median:.4g} ± {r.spread:.2g}"
-        + (f" ({r.change:+.0%})" if r.change else "")
-        for r in rows
-        if r.mark == "regression"
-    ]
+    rows = [judge_row(name, [n.figures.get(name) for n in nights], bound) for name in names]
+    regressions = []
+    for row in (row for row in rows if row["mark"] == "regression"):
+        share = f" ({row['change']:+.0%})" if row["change"] else ""
+        before = f"{row['median']:.4g} ± {row['spread']:.2g}"
+        regressions.append(f"{row['figure']}: {row['values'][-1]:.4g} against {before}{share}")
     regressions += [f"{name} failed" for name in last.failed]
     return {
-        "bound": bound, "nights": [asdict(n) for n in nights], "changed": changed, "rows": [asdict(r) for r in rows],
+        "bound": bound, "nights": [asdict(n) for n in nights], "changed": changed, "rows": rows,
         "regressions": regressions, "notes": notes,
     }  # fmt: skip
 
@@ -147,21 +134,22 @@ def _short(value: Any) -> str:
     return re.sub(r"([0-9a-f]{12})[0-9a-f]{20,}", r"\1…", text)
 
 
-def judge_row(row: Row, bound: float) -> Row:
-    """Fill in median, spread, change and mark of the last night's value."""
-    *before, last = row.values
-    before = [v for v in before if v is not None]
+def judge_row(figure: str, values: list[float | None], bound: float) -> dict:
+    """One figure over all nights: median and spread before the last night, its change as a share of that median, and its
+    mark, which is "", "changed", "better" or "regression"."""
+    row = {"figure": figure, "values": values, "median": None, "spread": None, "change": None, "mark": ""}
+    before, last = [v for v in values[:-1] if v is not None], values[-1]
     if last is None or not before:
         return row
-    row.median = middle = median(before)
+    middle = median(before)
     far = [abs(v - middle) for v in before]
-    row.spread = max(3 * 1.4826 * median(far), 0.02 * abs(middle), max(far) if len(before) < FEW else 0.0)
-    row.change = (last - middle) / abs(middle) if middle else None
-    if len(before) >= FEWEST and abs(last - middle) > row.spread:
-        side = next((s for words, s in WORSE if re.search(words, row.figure)), 0)
-        worse = (last - middle) * side > 0
-        large = row.change is None or abs(row.change) > bound
-        row.mark = "changed" if not side or (worse and not large) else "regression" if worse else "better"
+    spread = max(3 * 1.4826 * median(far), 0.02 * abs(middle), max(far) if len(before) < FEW else 0.0)
+    change = (last - middle) / abs(middle) if middle else None
+    row |= {"median": middle, "spread": spread, "change": change}
+    if len(before) >= FEWEST and abs(last - middle) > spread:
+        side = next((s for words, s in WORSE if re.search(words, figure)), 0)
+        worse, large = (last - middle) * side > 0, change is None or abs(change) > bound
+        row["mark"] = "changed" if not side or (worse and not large) else "regression" if worse else "better"
     return row
 
 

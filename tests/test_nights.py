@@ -7,7 +7,7 @@ import pytest
 
 from qrecipe.cli import main
 from qrecipe.errors import BadInput
-from qrecipe.nights import Row, compare, judge_row, read_night, write_nights
+from qrecipe.nights import compare, judge_row, read_night, write_nights
 
 
 def night(folder, day, ttft=75.0, kv=10.0, seconds=60.0, status="passed", **more):
@@ -75,7 +75,7 @@ def test_a_change_inside_the_spread_is_not_marked_and_one_bad_night_does_not_hid
     night(tmp_path, 20, ttft=92)
     assert marks(compare([tmp_path])) == {}
     values = [75, 76, 74, 75, 200, 75, 76, 74, 75, 100]
-    assert judge_row(Row("TTFT, ms", values), 0.1).mark == "regression"
+    assert judge_row("TTFT, ms", values, 0.1)["mark"] == "regression"
 
 
 def test_with_two_nights_before_nothing_is_marked(tmp_path):
