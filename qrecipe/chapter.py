@@ -18,6 +18,7 @@ from threading import Thread
 
 import psutil
 
+from .cards import find_card
 from .checks import check_number
 from .errors import BadInput, ChapterSkipped
 from .fetch import revision_of
@@ -30,6 +31,9 @@ CLOSING = "qrecipe: {name} complete"
 SKIPPED = "qrecipe: {name} skipped"
 INJECTED = ("PAPERMILL_INPUT_PATH", "PAPERMILL_OUTPUT_PATH")
 CHOICES = {"engine": ("auto", "cpu", "gpu"), "weights": ("real", "dummy")}
+LIMITS = {"context": (1, 10**8), "utilization": (0.01, 1, float), "seats": (1, 200), "cap": (16, 10**6), "rounds": (0, 10**4)}
+LIMITS |= dict.fromkeys(("max_tokens", "input_len", "output_len", "need_len", "need_requests"), (1, 10**8))
+LIMITS |= dict.fromkeys(("most_cards", "cards_a_host"), (1, 10**4))
 _current: "Chapter | None" = None
 
 
@@ -198,6 +202,13 @@ def check_values(parameters: dict) -> None:
     model = parameters.get("model", "auto")
     if not isinstance(model, str) or not model:
         raise BadInput(f"model {model!r}: expected 'auto', a folder or a hub id")
+    if model.startswith(("/", "~")) and not Path(model).expanduser().is_dir():
+        raise BadInput(f"model {model!r}: there is no such folder")
+    for card in [parameters["card"]] if "card" in parameters else parameters.get("cards", []):
+        find_card(card)
+    for name, limits in LIMITS.items():
+        if name in parameters:
+            check_number(parameters[name], name, *limits)
     if "answers" in parameters:
         from .exercise import check_answers
 

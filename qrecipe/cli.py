@@ -42,7 +42,12 @@ def joined(args: list[str]) -> list[str]:
     """`-p NAME VALUE` with NAME=VALUE as the one word that an option of typer can take."""
     words, out = iter(args), []
     for word in words:
-        out += [word, f"{next(words, '')}={next(words, '')}"] if word == "-p" else [word]
+        out.append(word)
+        if word == "-p":
+            name, value = next(words, ""), next(words, "--")
+            if not name or name.startswith("-") or value.startswith("--"):
+                raise BadInput(f"-p {name}: a name and its value are expected, as in `-p port 8001`")
+            out.append(f"{name}={value}")
     return out
 
 

@@ -40,7 +40,7 @@ def check_start(recipe: ServeRecipe) -> None:
             s.bind(where)
     except OSError as e:
         raise BadInput(
-            f"port {recipe.port} on {recipe.host} cannot be used ({e.strerror}, held by {listener(recipe.port)}): stop that, choose another port (-p port {recipe.port + 1}), or attach with base_url"
+            f"port {recipe.port} on {recipe.host} cannot be used ({e.strerror}, held by {listener(recipe.port)}): stop that, or choose another port, {recipe.port + 1} say"
         ) from None
     if recipe.ranks > 1:
         from .pool import check_parallel

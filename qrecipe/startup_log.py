@@ -353,7 +353,7 @@ def _read(source: Any, every: bool) -> list[StartupLog]:
             tail, low = tail[high - LEFT :], LEFT
     reader.block(tail, low, len(tail))
     reader.close()
-    found = any(s.figures or s.stages or s.runtime or s.errors for s in reader.done)
+    found = any(s.figures or s.runtime or s.errors for s in reader.done)
     if isinstance(source, str | Path) and not found:
         if not words.RECORD.search(sample.decode("utf-8", "replace")):
             raise BadInput(f"{source} holds no line of a vLLM log; give what `vllm serve` printed while it started.")
