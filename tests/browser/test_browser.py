@@ -32,7 +32,7 @@ CHAPTERS = [
 ANSWERS = json.loads((ROOT / "tests/data/answers.json").read_text())
 BY_MACHINE = {"ex-3-2", "ex-3-4", "ex-5-4", "ex-7-1", "ex-8-2"}  # the machine's own, or of another server
 STARTS = {"imports": "a", "reading the weights": "b", "compiling and profiling": "c", "warming up": "d"}
-LIMIT = 600  # seconds for one Run All (a server's start among them)
+LIMIT = 900  # seconds for one Run All (a server's start among them)
 STATE = """() => {
     const panel = window.jupyterapp.shell.currentWidget
     if (!panel?.content?.widgets) return []
@@ -146,9 +146,9 @@ def shoot(page, name):
 
 def open_chapter(page, lab, name):
     page.goto(f"{lab}/lab/tree/notebooks/{name}.ipynb?token=t&reset")
-    page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=90_000)
+    page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=180_000)
     page.wait_for_function(
-        "window.jupyterapp.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'", timeout=90_000
+        "window.jupyterapp.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'", timeout=180_000
     )
 
 
@@ -251,13 +251,13 @@ def test_a_chapter_in_the_browser(name, lab, page):
 
 def test_the_book_s_own_page_opens_rendered_and_leads_to_a_chapter(lab, page):
     page.goto(f"{lab}/lab/tree/notebooks/index.md?token=t&reset")
-    page.wait_for_selector(".jp-MarkdownViewer h1", timeout=90_000)
+    page.wait_for_selector(".jp-MarkdownViewer h1", timeout=180_000)
     shoot(page, "index")
     page.click(".jp-MarkdownViewer a:has-text('Glossary'), .jp-MarkdownViewer a:has-text('glossary')")
     page.wait_for_selector(".jp-MarkdownViewer h1:has-text('Glossary')", timeout=30_000)
     shoot(page, "glossary")
     page.goto(f"{lab}/lab/tree/notebooks/index.md?token=t&reset")
-    page.click(".jp-MarkdownViewer a:has-text('1 · Size the GPU')", timeout=90_000)
+    page.click(".jp-MarkdownViewer a:has-text('1 · Size the GPU')", timeout=180_000)
     page.wait_for_selector(".jp-Notebook .jp-Cell h1:has-text('Size the GPU')", timeout=60_000)
 
 
