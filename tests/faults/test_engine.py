@@ -48,7 +48,7 @@ def model(tmp_path_factory) -> str:
 def test_kill(tmp_path, model, stage, victim):
     place = Place(tmp_path, model=model)
     owner = place.owner("begun", ask=stage == "in a request")
-    until(lambda: STAGES[stage](place), 400)
+    until(lambda: STAGES[stage](place), 900)
     target = place.part(victim.removeprefix("held "))
     if victim == "owner":
         owner.kill()
@@ -67,7 +67,7 @@ def test_kill(tmp_path, model, stage, victim):
 def test_next_start_after_a_kill_works(tmp_path, model):
     place = Place(tmp_path, model=model)
     owner = place.owner("begun")
-    until(lambda: place.part("core"), 400)
+    until(lambda: place.part("core"), 900)
     owner.kill()
     owner.communicate()
     assert place.clean(30)
