@@ -31,7 +31,13 @@ CLOSING = "qrecipe: {name} complete"
 SKIPPED = "qrecipe: {name} skipped"
 INJECTED = ("PAPERMILL_INPUT_PATH", "PAPERMILL_OUTPUT_PATH")
 CHOICES = {"engine": ("auto", "cpu", "gpu"), "weights": ("real", "dummy")}
-LIMITS = {"context": (1, 10**8), "utilization": (0.01, 1, float), "seats": (1, 200), "cap": (16, 10**6), "rounds": (0, 10**4)}
+LIMITS = {
+    "context": (1, 10**8),
+    "utilization": (0.01, 1, float),
+    "seats": (1, 200),
+    "cap": (16, 10**6),
+    "rounds": (0, 10**4),
+}
 LIMITS |= dict.fromkeys(("max_tokens", "input_len", "output_len", "need_len", "need_requests"), (1, 10**8))
 LIMITS |= dict.fromkeys(("most_cards", "cards_a_host"), (1, 10**4))
 _current: "Chapter | None" = None

@@ -71,5 +71,7 @@ def predict(args: list[str]) -> int:
             value = facts[name]
             shown = "-" if value is None else "yes" if value is True else "no" if value is False else f"{value:,}"
             print(f"{name:24} {shown:>15}  {facts['how'].get(name, '')}")
+        if found.fits is None:
+            print("advice: name a card (--gpu) or its memory (--gpu-memory) to learn what fits")
         print(*[f"advice: {a}" for a in facts["advice"]], sep="\n", end="\n" * bool(facts["advice"]))
     return 1 if found.fits is False else 0
