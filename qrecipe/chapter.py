@@ -32,6 +32,7 @@ SKIPPED = "qrecipe: {name} skipped"
 INJECTED = ("PAPERMILL_INPUT_PATH", "PAPERMILL_OUTPUT_PATH")
 CHOICES = {"engine": ("auto", "cpu", "gpu"), "weights": ("real", "dummy")}
 LIMITS = {
+    "port": (1024, 65535),
     "context": (1, 10**8),
     "utilization": (0.01, 1, float),
     "seats": (1, 200),
@@ -201,7 +202,6 @@ def check_values(parameters: dict) -> None:
     for name, choices in CHOICES.items():
         if name in parameters and parameters[name] not in choices:
             raise BadInput(f"{name} {parameters[name]!r}: expected one of {', '.join(choices)}")
-    check_number(parameters.get("port", 8000), "port", 1024, 65535)
     base_url = parameters.get("base_url", "")
     if not isinstance(base_url, str) or (base_url and not base_url.startswith(("http://", "https://"))):
         raise BadInput(f"base_url {base_url!r}: expected an address like http://127.0.0.1:8000/v1, or an empty text")

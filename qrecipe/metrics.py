@@ -220,11 +220,12 @@ def _threads(base_url: str) -> list[Path]:
     """schedstat files of this thread and, when the server is on this machine, of its API server's event loop."""
     import psutil
 
+    from .processes import listeners
+
     ids, where = [os.getpid()], urlsplit(base_url)
     with suppress(psutil.Error, ValueError):
         if where.hostname in ("127.0.0.1", "localhost", "::1"):
-            ids += [c.pid for c in psutil.net_connections("tcp")
-                    if c.status == psutil.CONN_LISTEN and c.laddr.port == where.port and c.pid]  # fmt: skip
+            ids += filter(None, listeners(where.port))
     return [file for i in ids if (file := Path(f"/proc/{i}/task/{i}/schedstat")).is_file()]
 
 
