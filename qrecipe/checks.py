@@ -5,6 +5,17 @@ from typing import Any
 
 from qrecipe.errors import BadInput
 
+UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30, "": 1}  # as vllm serve reads them
+
+
+def whole_number(text: str) -> int:
+    """A whole number as `vllm serve` takes it: 32768, 32k (32,000), 32K (32,768), 25.6k. ValueError for anything else."""
+    found = re.fullmatch(r"(-?\d{1,15}(?:\.\d{1,6})?)([kKmMgG]?)", text)
+    value = float(found[1]) * UNITS[found[2]] if found else 0.5
+    if value != int(value) or (found and "." in found[1] and found[2] not in ("k", "m", "g")):
+        raise ValueError
+    return int(value)
+
 
 def check_number(value: Any, name: str, low: float, high: float, kind: type = int, hint: str = "") -> Any:
     """`value` as an int or a float from `low` to `high`; BadInput says what was found and what is expected."""

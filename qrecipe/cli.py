@@ -10,26 +10,48 @@ from typing import Annotated
 
 import typer
 
+from .checks import check_number, whole_number
 from .errors import BadInput, RecipeError
 
-app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, help=__doc__
-)
+
+def number(name: str, help: str, low: float = 1, high: float = 10**8, kind: type = int):
+    """An option that takes a number from `low` to `high`; a whole one as `vllm serve` reads it (32k)."""
+
+    def read(text: object) -> float:
+        try:
+            value = float(text) if kind is float else whole_number(str(text))
+        except ValueError:
+            value = text
+        return check_number(value, f"--{name}", low, high, kind)
+
+    return typer.Option(f"--{name}", parser=read, metavar="NUMBER", help=help)
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, help=__doc__)
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
-Port = Annotated[int, typer.Option(help="the server's port")]
+Engine = Annotated[str, typer.Option(help="auto, cpu or gpu")]
+PORT = "port", "the server's port", 1024, 65535
 
 
 def main() -> None:
     """Run the command line; an error meant for a person is one line on stderr."""
     try:
-        if sys.argv[1:2] == ["size"]:  # read without typer's parser, which takes longer than the answer
+        words = sys.argv[1:]
+        if words[:1] == ["size"]:  # read without typer's parser, which takes longer than the answer
             from .size_command import predict
 
-            sys.exit(predict(sys.argv[2:]))
-        app(args=joined(sys.argv[1:]))
+            sys.exit(predict(words[1:]))
+        code = typer.main.get_command(app).main(joined(words) or ["--help"], "qrecipe", standalone_mode=False)
+        sys.exit(code if words else 2)
     except RecipeError as e:
         print(f"qrecipe: {e}", file=sys.stderr)
         sys.exit(e.exit_code)
+    except typer.BadParameter.__base__ as e:  # what the parser refuses
+        commands = typer.main.get_command(app).commands
+        name, known = ("qrecipe", ", ".join(commands)) if words[0] not in commands else (f"qrecipe {words[0]}", "")
+        mend = f"the commands are {known}" if known else f"`{name} --help` lists what it takes"
+        print(f"{name}: {' '.join(e.format_message().split()).rstrip('.')}; {mend}", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         print("qrecipe: interrupted", file=sys.stderr)
         sys.exit(130)
@@ -43,7 +65,7 @@ def joined(args: list[str]) -> list[str]:
     words, out = iter(args), []
     for word in words:
         out.append(word)
-        if word == "-p":
+        if word == "-p" and args[0] == "run":
             name, value = next(words, ""), next(words, "--")
             if not name or name.startswith("-") or value.startswith("--"):
                 raise BadInput(f"-p {name}: a name and its value are expected, as in `-p port 8001`")
@@ -59,17 +81,23 @@ def show(data, as_json: bool, lines) -> None:
 @app.command()
 def serve(
     model: Annotated[str, typer.Argument(help="auto, a model folder, or a hub id")] = "auto",
-    engine: str = "auto",
-    port: Port = 8000,
+    engine: Engine = "auto",
+    port: Annotated[int, number(*PORT)] = 8000,
     host: Annotated[str, typer.Option(help="where it listens; beyond this machine only with a key")] = "127.0.0.1",
     weights: Annotated[str, typer.Option(help="real, or dummy: the exact shape with random weights")] = "real",
-    max_model_len: int = 32768,
-    max_num_seqs: int | None = None,
-    gpu_memory_utilization: float = 0.90,
-    tensor_parallel_size: Annotated[int | None, typer.Option(help="every layer split over so many ranks")] = None,
-    pipeline_parallel_size: Annotated[int | None, typer.Option(help="layers dealt out to so many stages")] = None,
-    data_parallel_size: Annotated[int | None, typer.Option(help="so many copies of the engine")] = None,
-    nodes: Annotated[int, typer.Option(help="hosts that the ranks spread over, joined by Ray", min=1)] = 1,
+    max_model_len: Annotated[int, number("max-model-len", "the longest request in tokens", 16)] = 32768,
+    max_num_seqs: Annotated[int | None, number("max-num-seqs", "requests worked on at once")] = None,
+    gpu_memory_utilization: Annotated[
+        float, number("gpu-memory-utilization", "share of the card's memory", 0.01, 1, float)
+    ] = 0.90,
+    tensor_parallel_size: Annotated[
+        int | None, number("tensor-parallel-size", "every layer split over so many ranks")
+    ] = None,
+    pipeline_parallel_size: Annotated[
+        int | None, number("pipeline-parallel-size", "layers dealt out to so many stages")
+    ] = None,
+    data_parallel_size: Annotated[int | None, number("data-parallel-size", "so many copies of the engine")] = None,
+    nodes: Annotated[int, number("nodes", "hosts that the ranks spread over, joined by Ray")] = 1,
     head: Annotated[str, typer.Option(help="with --nodes: HOST:PORT of the Ray head")] = "",
     keep: Annotated[bool, typer.Option("--keep", help="leave it running until 'qrecipe stop'")] = False,
     new_key: Annotated[bool, typer.Option("--new-key", help="make an API key, in a file only you can read")] = False,
@@ -120,7 +148,7 @@ def serve(
 
 @app.command()
 def status(
-    port: Annotated[int | None, typer.Option(help="only the server on this port")] = None, as_json: Json = False
+    port: Annotated[int | None, number("port", "only the server on this port", *PORT[2:])] = None, as_json: Json = False
 ) -> None:
     """The servers that this book started; exit 1 when none runs."""
     from . import serving
@@ -133,7 +161,8 @@ def status(
 
 @app.command()
 def stop(
-    port: Port = 8000, every: Annotated[bool, typer.Option("--all", help="every server that this book started")] = False
+    port: Annotated[int, number(*PORT)] = 8000,
+    every: Annotated[bool, typer.Option("--all", help="every server that this book started")] = False,
 ) -> None:
     """Stop the server on this port, whoever uses it, and wait until it is gone."""
     from . import serving
@@ -151,10 +180,10 @@ def run(
     notebooks: Annotated[list[str], typer.Argument(help="03, 03_serve or a path; all when none is named")] = [],  # noqa: B006
     p: Annotated[list[str], typer.Option("-p", help="a chapter's parameter", metavar="NAME VALUE")] = [],  # noqa: B006
     out: Annotated[str | None, typer.Option(help="the run folder; runs/STAMP when not given")] = None,
-    engine: Annotated[str, typer.Option(help="auto, cpu or gpu")] = "auto",
+    engine: Engine = "auto",
     weights: Annotated[str, typer.Option(help="real or dummy")] = "real",
-    timeout: Annotated[float, typer.Option(help="limit for the whole run in seconds", min=1)] = 5400,
-    cell_timeout: Annotated[float, typer.Option(help="limit for one cell in seconds", min=1)] = 1500,
+    timeout: Annotated[float, number("timeout", "limit for the whole run in seconds", kind=float)] = 5400,
+    cell_timeout: Annotated[float, number("cell-timeout", "limit for one cell in seconds", kind=float)] = 1500,
     log: Annotated[str, typer.Option(help="the log of the server at base_url, for chapters that read one")] = "",
     publish: Annotated[str, typer.Option(help="also a stamped copy in this new folder that names no machine")] = "",
     note: Annotated[str, typer.Option(help="kept in run.json: what else its reader must know")] = "",
@@ -190,7 +219,7 @@ def report(
     folders: Annotated[list[str], typer.Argument(metavar="DIR...", help="run folders, or folders of run folders")],
     out: Annotated[str, typer.Option(help="where nights.html and nights.json go; runs/report when not given")] = "",
     bound: Annotated[
-        float, typer.Option(help="a change for the worse by more than this share is a regression", min=0, max=10)
+        float, number("bound", "a change for the worse by more than this share is a regression", 0, 10, float)
     ] = 0.10,
     as_json: Json = False,
 ) -> None:
@@ -207,7 +236,7 @@ def report(
 
 
 @app.command("teaching-model")
-def teaching_model(directory: str) -> None:
+def teaching_model(directory: Annotated[str, typer.Argument(help="a new or an empty folder")]) -> None:
     """Assemble the teaching model's folder (config, tokenizer, weights) in DIRECTORY."""
     from .paths import fresh_folder
     from .teaching_model import build
@@ -248,11 +277,13 @@ def doctor(as_json: Json = False) -> None:
 @app.command()
 def dissect(
     url: Annotated[str, typer.Option(help="an OpenAI-compatible server")] = "http://127.0.0.1:8000/v1",
-    prompt: str = "Explain in one sentence why KV cache memory grows with context length.",
+    prompt: Annotated[
+        str, typer.Option(help="the question")
+    ] = "Explain in one sentence why KV cache memory grows with context length.",
     model: Annotated[str, typer.Option(help="a served name; the first that /v1/models lists when not given")] = "",
     image: Annotated[list[str] | None, typer.Option(help="a picture to send along; may be repeated")] = None,
-    max_tokens: int = 256,
-    thinking: Annotated[bool, typer.Option("--thinking/--no-thinking")] = False,
+    max_tokens: Annotated[int, number("max-tokens", "the longest answer, thinking included")] = 256,
+    thinking: Annotated[bool, typer.Option("--thinking/--no-thinking", help="whether it thinks first")] = False,
     as_json: Json = False,
 ) -> None:
     """One request's timeline: TTFT, ITL, TPOT and throughput, each with its formula; exit 1 when it broke off."""

@@ -114,6 +114,12 @@ def budget(
     total = card.memory_gib if card else total
     if gpu_memory_gib is not None:
         total = parse_size(gpu_memory_gib, "gpu_memory")
+        if (
+            card and abs(total / card.memory_gib - 1) > 0.1
+        ):  # nearer to it: what that card reports on the reader's machine
+            raise BadInput(
+                f"gpu_memory {total:.2f} GiB is not that of {card.name} ({card.memory_gib:.2f}): give one of them"
+            )
     if available_kv_gib is not None:
         check_number(available_kv_gib, "available_kv", -(10**4), 10**6, float, " (GiB, as the log prints them)")
     assumed, mtp = list(shape.assumed), given.speculative_tokens > 0
@@ -240,6 +246,7 @@ def _judge(b: Budget) -> None:
         "image limit": b.shape.vision and not b.text_only and f.limit_mm_per_prompt,
         "nodes": tp > per_node,
         "beyond model": limit and b.max_model_len > limit,
+        "no card": b.blocks is None and b.total_gib is None,
         "context": b.stages_gib and (1 - f.gpu_memory_utilization) * b.total_gib < CONTEXT_GIB,
     }
     stops: dict[str, Any] = {}

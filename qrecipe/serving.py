@@ -14,6 +14,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from .checks import check_number
 from .errors import BadInput, ServerFailed
 from .paths import ROOM, state_dir, writable, write_whole
 from .processes import Pid, end_all
@@ -126,6 +127,7 @@ class Server:
 
 def server_folder(port: int) -> Path:
     """The folder of the server on this port: its state, owners and lock."""
+    check_number(port, "port", 1024, 65535)
     folder = state_dir() / "servers" / f"port-{port}"
     writable(folder / "owners", mode=0o700)
     return folder
@@ -247,7 +249,7 @@ def read_state(folder: Path) -> dict:
 
 def status(port: int | None = None) -> list[dict]:
     """The servers that this book knows, running or ended: state, owners, address."""
-    folders = [server_folder(port)] if port else sorted((state_dir() / "servers").glob("port-*"))
+    folders = sorted((state_dir() / "servers").glob("port-*")) if port is None else [server_folder(port)]
     out = []
     for folder in folders:
         if state := read_state(folder):

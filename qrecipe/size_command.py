@@ -2,41 +2,39 @@
 
 import argparse
 import json
-import re
 from dataclasses import fields
 
+from qrecipe.checks import whole_number
 from qrecipe.errors import BadInput
 from qrecipe.memory import Flags, budget
 
 HELP = {
     "max_model_len": "tokens; the model's own maximum when not given",
     "gpu_memory_utilization": "share of the card's total memory",
+    "dtype": "auto (the checkpoint's own), bfloat16, float16 or float32",
     "quantization": "fp8, int8, awq, gptq, bitsandbytes or nvfp4; the checkpoint's own when not given",
     "kv_cache_dtype": "auto or fp8",
+    "mamba_ssm_cache_dtype": "of the GDN layers' states; the model's own when not given",
     "prefix_caching": "opt-in for hybrid models",
     "speculative_tokens": "draft tokens of the model's own MTP layers",
+    "max_num_seqs": "requests worked on at once; vLLM's default for the card when not given",
+    "max_num_batched_tokens": "tokens worked on in one step; vLLM's default for the card when not given",
+    "enforce_eager": "no CUDA graphs",
+    "block_size": "tokens, a multiple of 16; what the model's layers need when not given",
+    "language_model_only": "no pictures, no vision tower",
     "limit_mm_per_prompt": 'JSON, for example {"image": 4, "video": 0}',
+    "tensor_parallel_size": "every layer split over so many ranks",
+    "pipeline_parallel_size": "layers dealt out to so many stages",
+    "data_parallel_size": "so many copies of the engine",
+    "nodes": "hosts that the ranks spread over",
     "vllm_version": "0.27.0 when not given",
 }
 
 
-UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30, "": 1}  # as vllm serve reads them
-
-
-def whole_number(text: str) -> int:
-    """A whole number as `vllm serve` takes it: 32768, 32k (32,000), 32K (32,768), 25.6k. ValueError for anything else."""
-    found = re.fullmatch(r"(-?\d{1,15}(?:\.\d{1,6})?)([kKmMgG]?)", text)
-    value = float(found[1]) * UNITS[found[2]] if found else 0.5
-    if value != int(value) or (found and "." in found[1] and found[2] not in ("k", "m", "g")):
-        raise ValueError
-    return int(value)
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
-        message = message.replace(
-            "invalid whole_number value:", "a whole number is expected, for example 2 or 32k, not"
-        )
+        message = message.replace("invalid whole_number value:", "a whole number such as 2 or 32k is expected, not")
+        message = message.replace("invalid float value:", "a number such as 0.9 is expected, not")
         raise BadInput(f"size: {message}; `qrecipe size --help` lists what it takes")
 
 
@@ -55,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
         how = {"type": {"int": whole_number, "float": float}.get(kind, str), "metavar": kind.upper()[:5]}
         if kind == "bool":
             how = {"action": argparse.BooleanOptionalAction}
-        made.add_argument(f"--{f.name.replace('_', '-')}", default=f.default, help=HELP.get(f.name), **how)
+        made.add_argument(f"--{f.name.replace('_', '-')}", default=f.default, help=HELP[f.name], **how)
     return made
 
 
@@ -71,7 +69,5 @@ def predict(args: list[str]) -> int:
             value = facts[name]
             shown = "-" if value is None else "yes" if value is True else "no" if value is False else f"{value:,}"
             print(f"{name:24} {shown:>15}  {facts['how'].get(name, '')}")
-        if found.fits is None:
-            print("advice: name a card (--gpu) or its memory (--gpu-memory) to learn what fits")
         print(*[f"advice: {a}" for a in facts["advice"]], sep="\n", end="\n" * bool(facts["advice"]))
     return 1 if found.fits is False else 0

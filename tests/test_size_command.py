@@ -1,4 +1,4 @@
-"""`qrecipe size` and `qrecipe log` as a user types them: exit codes, keys, one sentence for what is wrong."""
+"""The commands as a user types them, `size` and `log` above all: exit codes, keys, one sentence for what is wrong."""
 
 import gzip
 import json
@@ -6,11 +6,15 @@ import subprocess
 import sys
 
 import pytest
+import typer
 
-from qrecipe.cli import main
+from qrecipe.cli import app, main
 from qrecipe.log_source import recorded
 from qrecipe.memory import JSON_KEYS, Flags
 from qrecipe.size_command import parser, whole_number
+
+COMMANDS = typer.main.get_command(app).commands
+OPTIONS = [(name, p) for name, command in COMMANDS.items() for p in command.params]
 
 
 @pytest.fixture
@@ -48,8 +52,11 @@ def test_every_flag_of_the_budget_is_an_option():
         (["--max-modellen", "3"], "--max-modellen"),
         (["--gpu", "A1000"], "nearest"),
         (["--gpu-memory", "24XB"], "24GiB"),
+        (["--gpu", "RTX 4090", "--gpu-memory", "40"], "give one of them"),
+        (["--nodes", "0"], "nodes is 0"),
+        (["--gpu"], "expected one argument"),
         (["--tensor-parallel-size", "5"], "does not divide"),
-        (["--tensor-parallel-size", "1.5"], "a whole number is expected"),
+        (["--tensor-parallel-size", "1.5"], "a whole number such as 2 or 32k is expected"),
         (["--limit-mm-per-prompt", "{"], "JSON"),
         (["--available-kv", "nan"], "available_kv"),
         (["--calibrate", "/no/log"], "vLLM log"),
@@ -58,6 +65,60 @@ def test_every_flag_of_the_budget_is_an_option():
 def test_what_is_wrong_is_one_sentence_and_exit_code_2(shell, words, said):
     code, out, err = shell("size", "Qwen3-8B", *words)
     assert code == 2 and not out and said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("status --port", "requires an argument; `qrecipe status --help` lists"),
+        ("stop --force", "No such option: --force"),
+        ("fly", "No such command 'fly'; the commands are serve, status"),
+        ("--fly", "No such option: --fly"),
+        ("log", "Missing argument 'file'"),
+        ("doctor --json=yes", "does not take a value"),
+        ("serve a b", "unexpected extra argument"),
+        ("run -p", "a name and its value are expected"),
+        ("stop -p 3", "No such option: -p"),
+        ("serve --engine tpu", "expected one of auto, cpu, gpu"),
+    ],
+)
+def test_what_no_command_takes_is_one_sentence_and_exit_code_2(shell, words, said):
+    code, out, err = shell(*words.split())
+    assert code == 2 and not out and said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("bad", ["-1", "x", "1.5q", "nan", "1e99", ""])
+@pytest.mark.parametrize("command, option", [(n, p) for n, p in OPTIONS if p.metavar == "NUMBER"], ids=str)
+def test_a_number_out_of_range_is_refused_before_anything_is_done(shell, command, option, bad):
+    code, out, err = shell(command, option.opts[0], bad, *(["runs"] if command == "report" else []))
+    assert code == 2 and not out and err.startswith(f"qrecipe: {option.opts[0]} is ") and err.count("\n") == 1
+
+
+def test_every_option_says_what_it_is_and_every_number_is_checked():
+    assert [(n, p.name) for n, p in OPTIONS if not p.help and (n, p.name) != ("size", "help")] == []
+    assert [
+        (n, p.name)
+        for n, p in OPTIONS
+        if isinstance(p.default, (int, float)) and not p.is_flag and p.metavar != "NUMBER"
+    ] == []
+    assert [a.option_strings for a in parser()._actions if not a.help] == []
+
+
+def test_no_command_shows_the_commands(shell):
+    code, out, _ = shell()
+    assert code == 2 and all(name in out for name in COMMANDS)
+
+
+def test_a_card_with_the_memory_that_it_reports_here(shell):
+    assert json.loads(
+        shell("size", "Qwen3.5-4B", "--gpu", "RTX 4090", "--gpu-memory", "23.65", "--max-model-len", "8k", "--json")[1]
+    )["fits"]
+
+
+def test_without_a_card_the_advice_is_to_name_one(shell):
+    advice = json.loads(shell("size", "Qwen3.5-4B", "--json")[1])["advice"]
+    assert advice == ["name a card (--gpu) or its memory (--gpu-memory) to learn what fits"]
+    assert json.loads(shell("size", "Qwen3.5-4B", "--available-kv", "9", "--json")[1])["advice"] == []
 
 
 def test_counts_as_vllm_takes_them():
