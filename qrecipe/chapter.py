@@ -135,12 +135,11 @@ class Chapter:
 
 def open_chapter(name: str, parameters: dict) -> Chapter:
     """A chapter of these parameters, its engine chosen. Raises BadInput for values that no chapter can work with."""
-    from .layers import choose_engine, gather
+    from .layers import card_names, choose_engine, gather
 
     check_values(parameters)
     facts, base_url = gather(), parameters.get("base_url")
-    device = ", ".join(f"{g.name}, {g.memory_gib:.1f} GiB" for g in facts.gpus)
-    device = device or f"{facts.cpu_name or 'CPU'}, {len(os.sched_getaffinity(0))} cores"
+    device = card_names(facts.gpus) or f"{facts.cpu_name or 'CPU'}, {len(os.sched_getaffinity(0))} cores"
     attached = ("attached", f"base_url names the server at {base_url}")
     engine, reason = attached if base_url else choose_engine(facts, parameters.get("engine", "auto"))
     return Chapter(name, engine, reason, parameters, device, versions())

@@ -14,6 +14,7 @@ import platform
 import re
 import subprocess
 import sys
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -117,27 +118,48 @@ def _driver() -> dict:
     page = _output("nvidia-smi")
     if not page:
         return {"driver_error": "the command nvidia-smi is not there"}
-    fields = "name,memory.total,driver_version,compute_cap,mig.mode.current"
+    fields = "uuid,name,memory.total,driver_version,compute_cap,mig.mode.current"
     rows = _output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits").splitlines()
     return read_smi(page, rows, _output("nvidia-smi", "-L") if any("Enabled" in row for row in rows) else "")
 
 
 def read_smi(page: str, rows: list[str], listed: str = "") -> dict:
     """The driver's facts out of what `nvidia-smi` prints: its page, its CSV rows, and with MIG its list."""
-    gpus, driver = [], ""
-    for row in (row for row in rows if row.count(",") == 4):
-        name, memory, driver, capability, mig = map(str.strip, row.split(","))
+    gpus, driver = [], ""  # (UUID, device) each
+    for row in (row for row in rows if row.count(",") == 5):
+        uuid, name, memory, driver, capability, mig = map(str.strip, row.split(","))
         where = tuple(map(int, capability.split("."))) if re.fullmatch(r"\d+\.\d+", capability) else None
         if mig == "Enabled":  # a slice's memory: the GB in the name of its profile
-            slices = re.findall(r"(?m)^\s+(MIG \S+?\.(\d+)gb)", listed)
-            gpus += [Gpu(f"{name} {profile}", int(gb) * 1e9 / GIB, where) for profile, gb in slices]
+            own = listed.partition(f"{uuid})")[2].partition("\nGPU ")[0]
+            slices = re.findall(r"(?m)^\s+(MIG \S+?\.(\d+)gb).*?UUID: ([^)]*)", own)
+            gpus += [(own_id, Gpu(f"{name} {profile}", int(gb) * 1e9 / GIB, where)) for profile, gb, own_id in slices]
         elif memory.isdigit():
-            gpus.append(Gpu(name, int(memory) / 1024, where))
+            gpus.append((uuid, Gpu(name, int(memory) / 1024, where)))
     if not driver:
         return {"driver_error": " ".join(page.split())[:200] or "nvidia-smi gave no answer"}
+    left = visible([uuid for uuid, _ in gpus], os.environ.get("CUDA_VISIBLE_DEVICES"))
     cuda = _group(r"CUDA (?:UMD )?Version:\s*(\d+\.\d+)", page)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1")
-    return {"driver": driver, "driver_cuda": cuda, "gpus": tuple(gpus) if visible else ()}
+    return {"driver": driver, "driver_cuda": cuda, "gpus": tuple(gpus[i][1] for i in left)}
+
+
+def visible(uuids: list[str], chosen: str | None) -> list[int]:
+    """Indices of the devices that `chosen` (CUDA_VISIBLE_DEVICES; None: all) leaves, in its order, read as CUDA does:
+    indices or beginnings of UUIDs; what names no device ends the list, a device named twice leaves none.
+    Indices count in the order of `nvidia-smi`, which is CUDA's where the cards are equal or CUDA_DEVICE_ORDER=PCI_BUS_ID.
+    """
+    left = [] if chosen is not None else list(range(len(uuids)))
+    for word in map(str.strip, (chosen or "").split(",")):
+        hits = [i for i, uuid in enumerate(uuids) if word == str(i) or word and uuid.startswith(word)]
+        if len(hits) != 1:
+            break
+        left += hits
+    return left if len(set(left)) == len(left) else []
+
+
+def card_names(gpus: tuple[Gpu, ...]) -> str:
+    """The devices in words, equal ones together: "2 × NVIDIA H200, 140.4 GiB"; "" for none."""
+    counts = Counter(f"{gpu.name}, {gpu.memory_gib:.1f} GiB" for gpu in gpus)
+    return "; ".join(name if n == 1 else f"{n} × {name}" for name, n in counts.items())
 
 
 def installed(name: str) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import BadInput
-from .facts import GIB, Facts, Gpu, gather
+from .facts import GIB, Facts, Gpu, card_names, gather
 
 TEXTS = json.loads((Path(__file__).parent / "data" / "layers.json").read_text(encoding="utf-8"))
 VLLM, TORCH, TRANSFORMERS = "0.27.0", "2.13.0", "5.17.0"  # what the book is locked to
@@ -104,7 +104,7 @@ def judge_machine(facts: Facts) -> Layer:
 def judge_driver(facts: Facts) -> Layer:
     """The NVIDIA driver: is it there, does it show a device, does it support the CUDA that vLLM's build needs?"""
     major, error = facts.vllm_cudart or WHEEL_CUDA, facts.driver_error or "none is found"
-    cards = ", ".join(f"{gpu.name} {gpu.memory_gib:.1f} GiB" for gpu in facts.gpus)
+    cards = card_names(facts.gpus)
     if facts.driver:
         found = f"{facts.driver}, CUDA up to {facts.driver_cuda or '?'}; {cards or 'no device'}"
         cases = {"hidden": not cards, "old": numbers(facts.driver_cuda) < (major,), "slice": "MIG" in cards}
@@ -201,7 +201,7 @@ def choose_engine(facts: Facts, asked: str = "auto") -> tuple[str, str]:
         raise BadInput(f"engine {asked!r} is asked for, the {build} build of vLLM installed: make setup ENGINE={asked}")
     driver, processor = judge_driver(facts), judge_processor(facts)
     card = max(facts.gpus, key=lambda gpu: gpu.memory_gib, default=Gpu("", 0.0))
-    gpu = f"{card.name}, {card.memory_gib:.1f} GiB, driver {facts.driver}, CUDA up to {facts.driver_cuda}"
+    gpu = f"{card_names(facts.gpus)}, driver {facts.driver}, CUDA up to {facts.driver_cuda}"
     tight = f"; tight: the book's recipe wants {RECIPE_GIB} GiB" if card.memory_gib < RECIPE_GIB else ""
     fault = f"{driver.found} ({driver.why.rstrip('.')})" if driver.ok is False else ""
     if not fault and card.capability and card.capability < (7, 5):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from qrecipe import layers
 from qrecipe.errors import BadInput
-from qrecipe.facts import Facts, Gpu, read_smi
+from qrecipe.facts import Facts, Gpu, card_names, read_smi
 from qrecipe.layers import has_kernels, numbers
 
 ROOT = Path(__file__).parent.parent
@@ -355,29 +355,51 @@ def test_preflight_looks_at_the_disk(tmp_path, monkeypatch):
 # -- gathering
 
 
+A10_ROW = "GPU-a1, NVIDIA A10, 23028, 580.126.09, 8.6, [N/A]"
 SMI = "| NVIDIA-SMI 580.126.09    Driver Version: 580.126.09    CUDA Version: 13.0 |"
 
 
 def test_nvidia_smi_is_read(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    facts = read_smi(SMI, ["NVIDIA A10, 23028, 580.126.09, 8.6, [N/A]"])
+    facts = read_smi(SMI, [A10_ROW])
     assert facts == {"driver": "580.126.09", "driver_cuda": "13.0", "gpus": (Gpu("NVIDIA A10", 23028 / 1024, (8, 6)),)}
 
 
 def test_nvidia_smi_with_mig_gives_the_slices(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    rows = ["NVIDIA H200, 143771, 580.126.09, 9.0, Enabled"]
-    (gpu,) = read_smi(SMI, rows, "GPU 0: NVIDIA H200 (UUID: GPU-1)\n  MIG 1g.18gb     Device  0: (UUID: MIG-1)\n")[
-        "gpus"
-    ]
-    assert gpu.name == "NVIDIA H200 MIG 1g.18gb" and round(gpu.memory_gib, 1) == 16.8
-    assert read_smi(SMI, rows)["gpus"] == ()
+    rows = [f"GPU-{n}, NVIDIA H200, 143771, 580.126.09, 9.0, Enabled" for n in (1, 2)]
+    listed = "GPU 0: NVIDIA H200 (UUID: GPU-1)\n  MIG 1g.18gb     Device  0: (UUID: MIG-1)\n"
+    listed += "GPU 1: NVIDIA H200 (UUID: GPU-2)\n  MIG 3g.71gb     Device  0: (UUID: MIG-2)\n"
+    first, second = read_smi(SMI, rows, listed)["gpus"]
+    assert first.name == "NVIDIA H200 MIG 1g.18gb" and round(first.memory_gib, 1) == 16.8
+    assert second.name == "NVIDIA H200 MIG 3g.71gb"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-2")
+    assert read_smi(SMI, rows, listed)["gpus"] == (second,) and read_smi(SMI, rows)["gpus"] == ()
 
 
-@pytest.mark.parametrize("hidden", ["", "-1"])
-def test_hidden_devices_are_no_devices(monkeypatch, hidden):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-    assert read_smi(SMI, ["NVIDIA A10, 23028, 580.126.09, 8.6, [N/A]"])["gpus"] == ()
+@pytest.mark.parametrize(
+    "chosen, left",
+    [
+        (None, [0, 1, 2]), ("0", [0]), ("2,0", [2, 0]), (" 1 , 2", [1, 2]), ("GPU-b1c", [1]), ("GPU-b2,0", [2, 0]),
+        ("", []), ("-1", []), ("1,-1,2", [1]), ("0,7,1", [0]), ("GPU-b", []), ("1,1", []), ("0,1,", [0, 1]), ("none", []),
+    ],
+)  # fmt: skip
+def test_only_the_devices_that_cuda_may_use_are_counted(monkeypatch, chosen, left):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    ids = {"GPU-a0": "A10", "GPU-b1c": "L4", "GPU-b2d": "T4"}
+    found = read_smi(SMI, [f"{uuid}, {name}, 23028, 580.126.09, 8.6, [N/A]" for uuid, name in ids.items()])
+    assert [gpu.name for gpu in found["gpus"]] == [list(ids.values())[i] for i in left]
+    assert found["driver"] == "580.126.09"
+
+
+def test_equal_cards_are_told_together():
+    h200 = Gpu("NVIDIA H200", 143771 / 1024, (9, 0))
+    assert card_names((h200,)) == "NVIDIA H200, 140.4 GiB" and card_names(()) == ""
+    assert card_names((h200, A10, h200)) == "2 × NVIDIA H200, 140.4 GiB; NVIDIA A10, 22.5 GiB"
+    engine, reason = layers.choose_engine(but(gpus=(h200, h200)))
+    assert reason.startswith("2 × NVIDIA H200, 140.4 GiB, driver ")
 
 
 def test_nvidia_smi_that_fails_hands_on_its_words():
@@ -400,9 +422,7 @@ def run(*argv, python=sys.executable, **env):
 
 def test_a_fake_nvidia_smi_is_found_where_nvidia_ml_py_is_not(tmp_path):
     smi = tmp_path / "nvidia-smi"
-    smi.write_text(
-        f'#!/bin/sh\ncase "$1" in --query*) echo "NVIDIA A10, 23028, 580.126.09, 8.6, [N/A]";; *) echo "{SMI}";; esac\n'
-    )
+    smi.write_text(f'#!/bin/sh\ncase "$1" in --query*) echo "{A10_ROW}";; *) echo "{SMI}";; esac\n')
     smi.chmod(0o755)
     # -S: a Python without site-packages is a Python with nothing installed
     choose = "from qrecipe.layers import choose_engine, gather; print(*choose_engine(gather()))"
