@@ -52,11 +52,12 @@ def machine_names(folder: Path) -> dict[str, str]:
 
 
 def cleaner(names: dict[str, str]):
-    """A function that puts each word in the place of its name, longest name first, also where JSON has escaped it."""
+    """A function that puts each word in the place of its name, longest name first, also where JSON has escaped it; base64
+    is left alone, in which a short name may stand by chance."""
     words = {json.dumps(name)[1:-1]: word for name, word in names.items()} | names
     longest = sorted(words, key=len, reverse=True)
-    pattern = re.compile(r"(?<![\w.])(" + "|".join(map(re.escape, longest)) + r")(?![\w-])")
-    return lambda text: pattern.sub(lambda found: words[found[1]], text)
+    pattern = re.compile(r"[A-Za-z0-9+/]{256,}|(?<![\w.])(?:" + "|".join(map(re.escape, longest)) + r")(?![\w-])")
+    return lambda text: pattern.sub(lambda found: words.get(found[0], found[0]), text)
 
 
 def stamp(run: dict) -> str:

@@ -88,6 +88,11 @@ def test_the_longest_name_wins_and_whole_names_only():
     assert clean("/a/b/c /a/bc /ab x/a box boxes inbox /a.") == "B/c A/bc /ab x/a HOST boxes inbox A."
 
 
+def test_a_picture_in_which_a_short_name_stands_by_chance_stays_as_it_is():
+    picture = "iVBORw0KGgo" + "A" * 200 + "/vm/" + "B" * 200
+    assert cleaner({"vm": "HOST"})(f'"{picture}=", tcp://vm:80') == f'"{picture}=", tcp://HOST:80'
+
+
 def test_the_names_of_this_machine_are_known(tmp_path):
     names = machine_names(tmp_path)
     assert names[str(tmp_path)] == "RUN" and names[str(Path.home())] == "~"
