@@ -2,7 +2,8 @@
 
 data/exercises.toml holds the rest, so that no cell gives its solution away. Three kinds:
 number  a quantity in any unit, held against `right` (a law, or what the reader measured) within `tolerance`; a wrong one
-        is told by how much, and which of `mistakes` (value, what it says) it looks like
+        is told by how much, and which of `mistakes` (value, what it says) it looks like. One nearer to a mistake than to
+        `right` is wrong within the tolerance too, unless it is `right` as far as it was written, or a `guess` is asked for
 choose  a letter; each wrong one has its reason
 change  a dict or a text that `effect` (a function of the notebook) puts to work; `fails` (condition, what it says) looks
         at what came of it
@@ -15,7 +16,7 @@ import json
 import math
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
@@ -34,12 +35,10 @@ SLIPS = {  # kind of unit -> (factor of the slip, what it says); for every numbe
     "time": [(1000.0, "A thousand times: ms and s are mixed up."), (1e-3, "A thousandth: ms and s are mixed up.")],
     "share": [(100.0, "A hundred times: share and percent are mixed up."), (0.01, "That is the share; in percent it is 100 times that.")],
 }  # fmt: skip
-for n, p in enumerate("KMG", 1):  # a unit of 2¹⁰ and its twin of 10³
+for n, p in enumerate("KMG", 1):  # a unit of 2¹⁰ and its twin of 10³; asked is what the reader wrote
     twins = f"{p}B (10{'³⁶⁹'[n - 1]} bytes)", f"{p}iB (2{'¹²³'[n - 1]}⁰ bytes)"
-    SLIPS[f"{p}iB"] = [
-        (1.024**n, "That is the number in {}; in {} it is smaller.".format(*twins)),
-        (1 / 1.024**n, "That is the number in {1}; in {0} it is larger.".format(*twins)),
-    ]
+    SLIPS[f"{p}iB"] = [(1.024**n, "That is the number in {}; in {} it is smaller.".format(*twins))]
+    SLIPS[f"{p}B"] = [(1 / 1.024**n, "That is the number in {1}; in {0} it is larger.".format(*twins))]
 
 
 @dataclass(frozen=True)
@@ -131,14 +130,22 @@ def _number(spec: dict, answer: Any, effect: None, env: dict) -> tuple[bool, str
     env["answer"] = value = convert(yours, asked)
     short = right if isinstance(right, int) else float(f"{right:.4g}") if abs(right) < 1e4 else round(right)
     exact = Quantity(short, *unit_of(asked))
-    if abs(value - right) <= (spec["tolerance"] + 1e-9) * (abs(right) or 1):
-        return True, f"{yours}" + (f"; exactly {exact}." if abs(value - short) > abs(right) / 2000 else ".")
     slips = [(evaluate(expression, env), says) for expression, says in spec.get("mistakes", [])]
-    slips += [(right * factor, says) for key in (exact.kind, asked) for factor, says in SLIPS.get(key, [])]
-    near = [(abs(value / slip - 1), says) for slip, says in slips if slip]
-    distance, says = min(near, key=lambda pair: pair[0], default=(1, ""))
+    slips += [(right * factor, says) for key in (exact.kind, yours.unit) for factor, says in SLIPS.get(key, [])]
+    near = [(abs(value / slip - 1), slip, says) for slip, says in slips if slip]
+    distance, slip, says = min(near, key=lambda one: one[0], default=(1, math.inf, ""))
+    off, last = abs(value - right), convert(replace(yours, value=_last_digit(yours.value)), asked)
+    surely = spec.get("guess") or off <= last / 2 or off <= abs(value - slip)
+    if surely and off <= (spec["tolerance"] + 1e-9) * (abs(right) or 1):
+        same = "" if yours.unit in (exact.unit, "") else f" are {Quantity(float(f'{value:.4g}'), *unit_of(asked))}"
+        return True, f"{yours}{same}" + (f"; exactly {exact}." if abs(value - short) > abs(right) / 2000 else ".")
     likely = " " + say(says, env) if distance <= max(0.01, min(spec["tolerance"], 0.05)) else ""
     return False, f"{yours} is {_by_how_much(value, right)}.{likely}"
+
+
+def _last_digit(value: float) -> float:
+    """The place of the last decimal that was written: 0.01 for 3.63, 1 for a whole number."""
+    return 10.0 ** -len(f"{value:.12f}".rstrip("0").partition(".")[2])
 
 
 def _by_how_much(value: float, right: float) -> str:

@@ -114,9 +114,7 @@ def budget(
     total = card.memory_gib if card else total
     if gpu_memory_gib is not None:
         total = parse_size(gpu_memory_gib, "gpu_memory")
-        if (
-            card and abs(total / card.memory_gib - 1) > 0.1
-        ):  # nearer to it: what that card reports on the reader's machine
+        if card and abs(total / card.memory_gib - 1) > 0.1:  # less: what such a card reports on the reader's machine
             raise BadInput(
                 f"gpu_memory {total:.2f} GiB is not that of {card.name} ({card.memory_gib:.2f}): give one of them"
             )
@@ -186,12 +184,10 @@ def _estimates(b: Budget) -> dict[str, Estimate]:
     batch = (b.shape, f.max_num_seqs, f.max_num_batched_tokens)
     if all(batch):
         if b.total_gib is not None:
-            found["non_torch_gib"] = overhead.non_torch(
-                batch, b.total_gib, not b.text_only, f.enforce_eager, ranks, f.tensor_parallel_size
-            )
+            found["non_torch_gib"] = overhead.non_torch(b.shape, f, b.total_gib)
         online = w is not None and w.method == "fp8" and not b.shape.quantization
         peak = overhead.transient(*batch, not b.text_only, f.tensor_parallel_size, online)
-        graphs, found["cuda_graph_gib"] = overhead.graphs(*batch, f.speculative_tokens, f.enforce_eager)
+        graphs, found["cuda_graph_gib"] = overhead.graphs(b.shape, f, b.total_gib)
         found["cuda_graph_estimate_gib"] = graphs
         inside = graphs if version_tuple(f.vllm_version) >= GRAPHS_IN_PEAK else Estimate(0.0, 0.0, "")
         how = f"{peak.how} = {peak.gib:.2f} + {inside.gib:.2f} graph estimate"
@@ -241,13 +237,15 @@ def _judge(b: Budget) -> None:
     f, seqs, batch, limit = b.used, b.max_num_seqs, b.max_num_batched_tokens, b.shape.max_position
     tp, replicas = f.tensor_parallel_size, f.data_parallel_size
     per_node = tp * f.pipeline_parallel_size * replicas // f.nodes
-    values = {"per_node": per_node, "limit": limit, "whose": "given" if b.flags.max_num_seqs else "default"}
+    taken = CONTEXT_GIB + overhead.NCCL_GIB * (tp * f.pipeline_parallel_size > 1)
+    values = {"per_node": per_node, "limit": limit, "taken": taken}
+    values["whose"] = "given" if b.flags.max_num_seqs else "default"
     notes = {
         "image limit": b.shape.vision and not b.text_only and f.limit_mm_per_prompt,
         "nodes": tp > per_node,
         "beyond model": limit and b.max_model_len > limit,
         "no card": b.blocks is None and b.total_gib is None,
-        "context": b.stages_gib and (1 - f.gpu_memory_utilization) * b.total_gib < CONTEXT_GIB,
+        "context": b.stages_gib and (1 - f.gpu_memory_utilization) * b.total_gib < taken,
     }
     stops: dict[str, Any] = {}
     if b.blocks is not None:

@@ -1,6 +1,7 @@
 """The exercises: every right answer taken, every typical mistake recognised by name, tries, hints, solutions, the card."""
 
 import json
+import math
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -89,6 +90,22 @@ VALUES = {  # what each cell of the notebooks passes to check()
 }  # fmt: skip
 
 
+def timing(e2e, ttft, tokens, chunks):
+    return {"d": SimpleNamespace(e2e=e2e, ttft=ttft, completion_tokens=tokens, chunks=[None] * chunks)}
+
+
+MEASURED = [  # what other devices and other lengths give to the exercises on measurements
+    ("5.4", timing(0.8951, 0.039, 80, 81)),  # gallery/cpu
+    ("5.4", timing(2.8, 0.013, 768, 769)),  # 3.63 ms a token, gallery/h200
+    ("5.4", timing(2.8, 0.013, 768, 200)),
+    ("5.4", timing(0.05, 0.04, 2, 3)),
+    ("8.2", {"rate": 8.382, "seconds": 0.896}),  # gallery/cpu
+    ("8.2", {"rate": 29.8, "seconds": 1.008}),
+    ("8.2", {"rate": 4.013, "seconds": 0.995}),
+]
+NUMBERS = [n for n, e in exercise.book().items() if e["kind"] == "number" and not e.get("guess")]
+
+
 @pytest.fixture
 def begin(monkeypatch, tmp_path):
     """Open a chapter whose answers are kept in a folder of the test's own."""
@@ -153,6 +170,43 @@ def test_no_mistake_is_without_a_test_and_none_looks_right(number, begin):
     for text in texts:
         fixed = max(re.split(r"\{[^}]*\}+", text), key=len).strip()
         assert fixed in heard, (number, text)
+
+
+@pytest.mark.parametrize("number, values", [(n, VALUES[n]) for n in NUMBERS] + MEASURED)
+def test_no_typical_mistake_lies_within_the_tolerance(number, values, begin):
+    """Every declared mistake, and the slips between units, told to five digits: wrong, unless it is the right value."""
+    spec, env = exercise.book()[number], {"ceil": math.ceil} | values
+    env["right"] = right = exercise.evaluate(spec["right"], env)
+    kind = quantity(1, spec["unit"]).kind
+    mistakes = [exercise.evaluate(expression, env) for expression, _ in spec.get("mistakes", [])]
+    mistakes += [right * factor for key in (kind, spec["unit"]) for factor, _ in exercise.SLIPS.get(key, [])]
+    for value in mistakes:
+        told = exercise.check(number, f"{value:.5g} {spec['unit']}", **values)
+        assert told.state == "wrong" or abs(value - right) < 1e-4 * right, (value, right, told)
+    assert exercise.check(number, f"{right:.5g}", **values).state == "right"
+    assert exercise.check(number, f"{right:.9g}", **values).state == "right"
+
+
+def test_a_guess_may_be_what_is_otherwise_a_mistake(begin):
+    assert exercise.check("7.1", "8", ratio=7.0, seconds={"one by one": 7.0, "one batch": 1.0}).state == "right"
+
+
+def test_a_rounded_answer_is_right_though_a_mistake_rounds_to_the_same(begin):
+    assert exercise.check("5.4", "3.63 ms", **MEASURED[1][1]).state == "right"
+    assert "gaps" in exercise.check("5.4", "3.629 ms", **MEASURED[1][1]).lines[1]
+
+
+@pytest.mark.parametrize("answer, said", [("9 GB", "9 GB are 8.382 GiB."), ("8.38 GiB", "8.38 GiB.")])
+def test_another_unit_than_the_asked_one_is_converted_aloud(answer, said, begin):
+    assert exercise.check("1.1", answer).lines[1] == said
+
+
+@pytest.mark.parametrize(
+    "answer, said", [("8583 MB", "in MiB (2²⁰"), ("9000 MiB", "in MB (10⁶"), ("8.38e9 B", "6.9 % too small")]
+)
+def test_twins_are_told_apart_in_the_unit_that_was_written(answer, said, begin):
+    told = exercise.check("1.1", answer)
+    assert told.state == "wrong" and said in told.lines[1]
 
 
 @pytest.mark.parametrize("number", ANSWERS)
