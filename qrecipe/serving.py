@@ -50,11 +50,11 @@ class Server:
         """Start a server for this recipe, or join the running one with the same flags, and wait until it answers.
 
         The calling process becomes an owner: when the last owner has gone for `grace` seconds the server is stopped,
-        unless `keep`. `new_key` gives it an API key of its own. `on_progress(seconds, log)` is called about four times
+        unless `keep`, which holds from when it is ready: a start that nobody waits for any more is ended. `new_key` gives it an API key of its own. `on_progress(seconds, log)` is called about four times
         a second while waiting. Raises BadInput before anything starts (port taken, model folder missing, GPU in use,
         other flags than the running server's) and ServerFailed when the start fails; then nothing is left running.
         """
-        folder = launch(recipe, keep=keep, grace=grace, new_key=new_key, log_dir=log_dir)
+        folder = launch(recipe, grace=grace, new_key=new_key, log_dir=log_dir)
         began, state = time.monotonic(), {"status": "died", "log": "", "why": "its state file is gone"}
         try:
             while (state := read_state(folder) or state)["status"] != "ready":
@@ -69,6 +69,8 @@ class Server:
         except BaseException:
             leave(folder)
             raise
+        if keep:
+            (folder / "keep").touch()
         if on_progress:
             on_progress(None, Path(state["log"]))
         return cls.attach(f"http://{address(state['recipe']['host'])}:{recipe.port}/v1", folder=folder)
@@ -133,9 +135,7 @@ def server_folder(port: int) -> Path:
     return folder
 
 
-def launch(
-    recipe: ServeRecipe, *, keep: bool = False, grace: float = 0.0, new_key: bool = False, log_dir: Path | None = None
-) -> Path:
+def launch(recipe: ServeRecipe, *, grace: float = 0.0, new_key: bool = False, log_dir: Path | None = None) -> Path:
     """Start the supervisor, or join the server that runs with these flags. Returns the server's folder without waiting."""
     folder = server_folder(recipe.port)
     writable(folder, room=ROOM)
@@ -148,13 +148,13 @@ def launch(
                 time.sleep(0.1)  # a stop, or a start whose caller was killed
                 state = read_state(folder)
             if state and state["status"] not in (*ENDED, "launching"):
-                return join_running(state, recipe, folder, keep, grace, key)
+                return join_running(state, recipe, folder, grace, key)
             if state:
                 if os.environ.get(SHARED) == state["token"] and state["status"] in ("failed", "died"):
                     raise ServerFailed(failure_text(state))  # the run's own server: a second start would fail as well
                 end_all(state["token"])
             check_start(recipe)
-            start_supervisor(recipe, folder, keep, grace, key, new_log(log_dir, recipe.port))
+            start_supervisor(recipe, folder, grace, key, new_log(log_dir, recipe.port))
     except Timeout:
         raise ServerFailed(
             f"another start on port {recipe.port} holds {folder / 'lock'}: wait for it, or end that process"
@@ -166,7 +166,7 @@ def launch(
     return folder
 
 
-def join_running(state: dict, recipe: ServeRecipe, folder: Path, keep: bool, grace: float, key: str | None) -> Path:
+def join_running(state: dict, recipe: ServeRecipe, folder: Path, grace: float, key: str | None) -> Path:
     """Become an owner of the running server; BadInput says which flags differ."""
     differing = ServeRecipe.from_dict(state["recipe"]).differences(recipe)
     if key and not (state["key"] and key == (folder / "api-key").read_text()):
@@ -175,19 +175,17 @@ def join_running(state: dict, recipe: ServeRecipe, folder: Path, keep: bool, gra
         raise BadInput(
             f"a server with other flags runs on port {recipe.port} ({'; '.join(differing)} asked for): stop it with 'qrecipe stop --port {recipe.port}', or choose another port"
         )
-    if keep:
-        (folder / "keep").touch()
     join(folder, grace)
     return folder
 
 
-def start_supervisor(recipe: ServeRecipe, folder: Path, keep: bool, grace: float, key: str | None, log: Path) -> None:
+def start_supervisor(recipe: ServeRecipe, folder: Path, grace: float, key: str | None, log: Path) -> None:
     """Write the first state and start the supervisor; return when it has started the server."""
     state = {
         "status": "launching", "token": uuid.uuid4().hex, "argv": process_argv(recipe), "recipe": asdict(recipe),
         "log": str(log), "key": bool(key), "started": time.monotonic(),
     }  # fmt: skip
-    (folder / "keep").touch() if keep else (folder / "keep").unlink(missing_ok=True)
+    (folder / "keep").unlink(missing_ok=True)
     if key:
         write_whole(folder / "api-key", key, mode=0o600)
     write_whole(folder / "server.json", json.dumps(state, indent=1), mode=0o600)

@@ -14,6 +14,8 @@ from conftest import is_free, wait_until
 from harness import CLOSE, Place, slow, swept, tiny_model, until  # noqa: F401 - swept is a fixture
 from test_ground import fill, small_disk
 
+from qrecipe.supervisor import living_owners
+
 SERVER = "server = chapter.server()"
 MORE = [pytest.param(signal.SIGTERM, marks=slow), signal.SIGKILL]
 name = attrgetter("name")
@@ -189,6 +191,37 @@ def test_a_second_kernel_keeps_the_server_and_a_kept_one_is_found_again(tmp_path
     other = place.cli(*words, "--max-model-len", 4096)
     assert "max_model_len 4096 instead of 32768" in other.communicate(timeout=60)[1] and other.returncode == 2
     place.cli("stop", "--port", place.port).wait(30)
+    place.good()
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, *(pytest.param(n, marks=slow) for n in (signal.SIGINT, signal.SIGHUP, signal.SIGKILL))]
+)
+def test_a_kept_server_whose_start_is_ended_leaves_nothing(tmp_path, number):
+    """`serve --keep` holds once the server is ready; a start that its terminal no longer waits for is ended."""
+    place = Place(tmp_path, "load=60")
+    tiny_model(tmp_path / "model")
+    words = ("serve", tmp_path / "model", "--engine", "cpu", "--port", place.port)
+    serve = place.cli(*words, "--keep")
+    assert wait_until(lambda: place.part("worker"), 60)
+    serve.send_signal(number)
+    serve.wait(20)
+    assert place.clean() and place.server()["status"] == "stopped"
+    place.good()
+
+
+def test_a_start_that_another_one_waits_for_goes_on(tmp_path):
+    place = Place(tmp_path, "load=6")
+    tiny_model(tmp_path / "model")
+    words = ("serve", tmp_path / "model", "--engine", "cpu", "--port", place.port)
+    first, second = place.cli(*words, "--keep"), place.cli(*words)
+    assert wait_until(
+        lambda: place.part("worker") and len(living_owners(place.state / f"servers/port-{place.port}")) == 2, 60
+    )
+    first.terminate()
+    assert wait_until(lambda: place.server()["status"] == "ready", 60)
+    second.send_signal(signal.SIGINT)  # the first one's --keep went with it
+    second.wait(60)
     place.good()
 
 
