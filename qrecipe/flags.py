@@ -33,6 +33,7 @@ class Flags:
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     nodes: int = 1
+    disable_custom_all_reduce: bool = False
     vllm_version: str = "0.27.0"
 
     def __post_init__(self) -> None:

@@ -9,8 +9,9 @@ H200, vLLM 0.27.0, unless another start is named.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from qrecipe.flags import Flags
 from qrecipe.shape import ModelShape
 
 GIB = 2**30
@@ -20,12 +21,14 @@ SAMPLER_BYTES = 14  # a logit: in 16 and in 32 bits, its probability, the noise
 TOP_K_ROWS = 132  # rows of 32-bit logits that the top-k kernel keeps for good: one a multiprocessor (132 on an H200)
 GRAPH_GIB = 0.0088  # a full graph of 32 layers (51 piecewise + 51 full: 0.50 estimated, 0.66 actual; + 35: 0.36, 0.52)
 PIECEWISE_GIB = 0.001, 0.0041  # a piecewise graph, estimated (vLLM's own minimum) and actual
-CUDA_GIB = {
-    True: 0.30,
-    False: 0.18,
-}  # kernels, workspaces, rests of segments; big card or not (0.3 to 0.5 in all on 24 GB)
+CUDA_GIB = {True: 0.30, False: 0.18}  # kernels, workspaces, rests of segments; big card or not (0.3 to 0.5 on 24 GB)
 CUBLAS_BYTES, LARGEST_KEPT_BYTES = 32 * 2**20, 512 * 2**20
-CUDA_GRAPHS_GIB, CUDA_RANKS_GIB = 0.16, 0.5  # with graphs (0.62 in all on the H200); with NCCL (assumed)
+CUDA_GRAPHS_GIB = 0.16  # more with graphs (0.62 in all on the H200)
+# With several ranks, fitted on three starts of two H200s that NVLink joins (tests/data/starts/two-h200):
+CUDA_RANKS_GIB = 0.16  # kernels, eager or not: NCCL starts before vLLM first looks at the memory, and the rest with it
+NCCL_GIB = 0.95  # so this lies outside of gpu_memory_utilization (0.91; 0.96 with vLLM's own all-reduce)
+SPLIT_GRAPHS = 0.8, 0.57  # of a full graph, what tensor parallelism splits, estimated and actual (0.32, 0.53)
+NCCL_CALL_GIB = 3.3e-4, 2.7e-4  # an all-reduce by NCCL in a full graph, the embedding's and two a layer (1.40, 1.41)
 PEAK_BANDS = (0.03, 0.15, 0.35)  # relative: seen on Qwen3.5; another family, or experts (one start, of 35B-A3B); both
 ESTIMATE_BANDS, ACTUAL_BANDS = (0.12, 0.5), (0.3, 0.35)  # of the graphs, relative: the size of the fit, any other
 NON_TORCH_BAND_GIB = 0.15
@@ -90,38 +93,49 @@ def transient(shape: ModelShape, seqs: int, tokens: int, vision: bool, tp: int, 
     return Estimate(peak / GIB, peak / GIB * band, phases[peak])
 
 
-def graphs(shape: ModelShape, seqs: int, tokens: int, spec: int, eager: bool) -> tuple[Estimate, Estimate]:
-    """(vLLM's own estimate before capture, actual size after it), by the number of graphs and of layers."""
-    if eager:
+def graphs(shape: ModelShape, f: Flags, total_gib: float | None) -> tuple[Estimate, Estimate]:
+    """(vLLM's own estimate before capture, actual size after it), by the number of graphs and of layers. Between smaller cards
+    it is not known who reduces, NCCL or vLLM's own kernel: the band holds both."""
+    if f.enforce_eager:
         return (Estimate(0.0, 0.0, "no graphs: --enforce-eager"),) * 2
+    seqs, tokens, spec, tp = f.max_num_seqs, f.max_num_batched_tokens, f.speculative_tokens, f.tensor_parallel_size
     limit = min(2 * seqs * (1 + spec), 512, tokens)
     sizes = [i for i in (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)) if i <= limit]  # captured by 0.27.0
     full, layers = sum(s <= seqs * (1 + spec) for s in sizes), len(shape.layers)
     each, wider = GRAPH_GIB * layers / 32, ((shape.hidden or 2560) / 2560) ** 0.5  # wider: 9B 0.40, 27B 0.54 estimated
-    estimate, actual = len(sizes) * PIECEWISE_GIB[0] + full * each * wider, len(sizes) * PIECEWISE_GIB[1] + full * each
-    other = shape.hidden != 2560 or layers != 32
-    how = f"{len(sizes)} piecewise + {full} full graphs of {layers} layers (fitted on Qwen3.5-4B on an H200)"
-    after = Estimate(actual, actual * ACTUAL_BANDS[other], f"{how}; actual − estimate comes on top of the peak")
-    return Estimate(estimate, estimate * ESTIMATE_BANDS[other], how), after
+    other = (shape.hidden, layers, tp) not in ((2560, 32, 1), (2560, 32, 2))
+    calls, how = full * (2 * layers + 1) * (tp > 1), f"{len(sizes)} piecewise + {full} full graphs of {layers} layers"
+    how += f" + {calls} all-reduces by NCCL" * (calls > 0 and f.disable_custom_all_reduce)
+    how, found = f"{how} (fitted on Qwen3.5-4B on an H200{', two of them' * (tp > 1)})", []
+    for i, (one, bands) in enumerate(((each * wider, ESTIMATE_BANDS), (each, ACTUAL_BANDS))):
+        gib, nccl = full * one * (1 - SPLIT_GRAPHS[i] * (1 - 1 / tp)), calls * NCCL_CALL_GIB[i]
+        gib += len(sizes) * PIECEWISE_GIB[i] + nccl * f.disable_custom_all_reduce
+        unknown = nccl * (not f.disable_custom_all_reduce and (total_gib or 0) < BIG_CARD_GIB)
+        found.append(Estimate(gib, gib * bands[other] + unknown, how))
+    return found[0], replace(found[1], how=f"{how}; actual − estimate comes on top of the peak")
 
 
-def non_torch(
-    batch: tuple[ModelShape, int, int], total_gib: float, vision: bool, eager: bool, ranks: int, tp: int = 1
-) -> Estimate:
+def non_torch(shape: ModelShape, f: Flags, total_gib: float) -> Estimate:
     """What stays besides the weights, the CUDA context left out: kernels, the input buffer, the top-k buffer, the experts'
-    buffers, NCCL, and eagerly what they keep of the allocator's segments. batch: shape, sequences, tokens. The band holds one
-    more such segment."""
-    shape, seqs, tokens = batch
-    base, extra, kept = CUDA_GIB[total_gib >= BIG_CARD_GIB], 0 if eager else CUDA_GRAPHS_GIB, 0
-    nccl, row, top_k = CUDA_RANKS_GIB if ranks > 1 else 0.0, 2 * tokens * (shape.hidden or 0), top_k_bytes(*batch)
-    if eager:  # cuBLAS lies in the first norm's 32-bit copy, the top-k buffer in the smallest freed block that holds it
+    buffers, and eagerly what they keep of the allocator's segments; NCCL lies outside. The band holds one more such segment."""
+    seqs, tokens, several = (
+        f.max_num_seqs,
+        f.max_num_batched_tokens,
+        f.tensor_parallel_size * f.pipeline_parallel_size > 1,
+    )
+    base, extra = CUDA_GIB[total_gib >= BIG_CARD_GIB], 0 if f.enforce_eager else CUDA_GRAPHS_GIB
+    base, extra = (CUDA_RANKS_GIB, 0) if several else (base, extra)
+    kept, row, top_k = 0, 2 * tokens * (shape.hidden or 0), top_k_bytes(shape, seqs, tokens)
+    if (
+        f.enforce_eager
+    ):  # cuBLAS lies in the first norm's 32-bit copy, the top-k buffer in the smallest freed block that holds it
         logits = 4 * min(seqs, tokens) * (shape.vocab or 0)
         kept = min((x - top_k for x in (row, logits) if top_k <= x <= LARGEST_KEPT_BYTES), default=0)
-        kept += 0 if vision else max(0, 2 * row - CUBLAS_BYTES)
-    experts = workspace_bytes(shape, tokens, tp) / GIB
+        kept += 0 if shape.vision and not f.text_only else max(0, 2 * row - CUBLAS_BYTES)
+    experts = workspace_bytes(shape, tokens, f.tensor_parallel_size) / GIB
     sizes = {"input buffer": row / GIB, "top-k buffer": top_k / GIB, "of kept segments": kept / GIB}
     sizes |= {"experts' buffers": experts} if experts else {}
     how = f"{base} CUDA kernels" + "".join(f" + {x:.2f} {name}" for name, x in sizes.items() if x or kept)
-    how += f" + {extra} for graphs" * (not eager) + f" + {nccl} for NCCL (assumed)" * (ranks > 1)
+    how += f" + {extra} for graphs" * (extra > 0) + "; NCCL lies outside (fitted on two H200s)" * several
     band = max(NON_TORCH_BAND_GIB, 2 * tokens * (shape.intermediate or 0) / GIB)
-    return Estimate(base + sum(sizes.values()) + extra + nccl, band + nccl, how)
+    return Estimate(base + sum(sizes.values()) + extra, band + CUDA_RANKS_GIB * several, how)

@@ -27,6 +27,7 @@ HELP = {
     "pipeline_parallel_size": "layers dealt out to so many stages",
     "data_parallel_size": "so many copies of the engine",
     "nodes": "hosts that the ranks spread over",
+    "disable_custom_all_reduce": "ranks add up by NCCL, not by vLLM's own kernel",
     "vllm_version": "0.27.0 when not given",
 }
 
