@@ -245,14 +245,12 @@ def line_plot(
         look |= {"marker": MARKERS[i % 6]} if markers else {}
         ax.plot(x, clean, label=name, **(LIMIT if "limit" in name.lower() else look))
     for name, y in (limits or {}).items():
-        ax.axhline(y, **LIMIT)
-        at = {"xycoords": ("axes fraction", "data"), "xytext": (4, 3), "textcoords": "offset points"}
-        ax.annotate(name, (0, y), fontsize=8.5, color=INK, **at)
+        ax.axhline(y, label=name, **LIMIT)
     if log in (False, "x"):
         whole = all(v is None or float(v).is_integer() for values in lines.values() for v in values)
         ax.yaxis.get_major_locator().set_params(integer=whole)
         ax.set_ylim(bottom=min(0, ax.get_ylim()[0]) if min(ax.dataLim.y0, 0) < 0 else 0)
-    if len(lines) > 1:
+    if len(lines) > 1 or limits:
         _legend(figure, ax.get_legend_handles_labels()[0], 3)
     return _measured(figure) if measured else figure
 
