@@ -133,6 +133,26 @@ def test_a_failed_build_leaves_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["broken.safetensors"]
 
 
+def test_drafts_of_killed_processes_are_removed_and_those_at_work_stay(tmp_path):
+    code = "import sys, time\nfrom qrecipe.teaching_model.build import _whole_or_nothing as draft\nwith draft(sys.argv[1]):\n print(1, flush=True); time.sleep(600)"
+    at_work = [subprocess.Popen([sys.executable, "-c", code, tmp_path / n], stdout=subprocess.PIPE) for n in "ab"]
+    try:
+        for process in at_work:
+            process.stdout.readline()
+        drafts = set(tmp_path.glob(".*"))
+        assert len(drafts) == 2
+        at_work[0].kill()
+        at_work[0].wait()
+        teaching_model.build(tmp_path / "c")
+        assert set(tmp_path.glob(".*")) == drafts  # one is at work: nothing is touched
+    finally:
+        for process in at_work:
+            process.kill()
+            process.wait()
+    teaching_model.build(tmp_path / "c")
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
 def test_a_real_shape_gets_everything_but_weights(folder, tmp_path):
     facts = teaching_model.config()
     facts["text_config"]["hidden_size"] = 2560

@@ -5,12 +5,13 @@ What is the same in every folder, the chat template for example, lies in `folder
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from qrecipe.errors import BadInput
@@ -21,6 +22,7 @@ FOLDER = Path(__file__).parent / "folder"
 TRAINED = Path(__file__).with_name("trained.safetensors")
 # A picture may have 16,384 tokens; the 1,024 of the teaching model's own file save half a minute of vLLM's warm-up.
 LONGEST_EDGE = 16_777_216
+DRAFT = ".qrecipe-draft-"  # the start of a draft's name
 TRANSFORMERS = {"transformers_version": "5.17.0"}  # transformers warns of a config.json without one
 
 
@@ -40,7 +42,7 @@ def _write_json(path: Path, data: dict) -> None:
 @contextmanager
 def _whole_or_nothing(directory: str | Path) -> Iterator[Path]:
     """A draft of a model folder, all but its weights in it, beside `directory`; it takes its place when the block ends
-    well and vanishes otherwise."""
+    well and vanishes otherwise. Drafts that a killed process has left there are removed."""
     target = Path(directory).expanduser().absolute()
     if target.exists() and not target.is_dir():
         raise BadInput(f"{target} is a file, and a folder is to be made there; name another folder.")
@@ -48,7 +50,7 @@ def _whole_or_nothing(directory: str | Path) -> Iterator[Path]:
         raise BadInput(f"{target} holds files that are no model; name an empty or a new folder.")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as beside:
+        with _alone(target.parent), tempfile.TemporaryDirectory(prefix=DRAFT, dir=target.parent) as beside:
             draft = Path(beside) / "new"
             shutil.copytree(FOLDER, draft)
             write_tokenizer(draft)
@@ -59,6 +61,25 @@ def _whole_or_nothing(directory: str | Path) -> Iterator[Path]:
     except OSError as problem:
         mend = "name a folder that you may write to, with 50 MB of free space"
         raise BadInput(f"{target} cannot be written ({problem.strerror}); {mend}.") from None
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Says by a lock on `folder` that a draft is at work in it; where none was at work before, what drafts are there are removed.
+
+    A lock ends with its process, however that ends. A file system without locks keeps such leftovers.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for left in folder.glob(f"{DRAFT}*"):
+                shutil.rmtree(left, ignore_errors=True)
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(handle)
 
 
 def build(directory: str | Path, *, trained: str | Path = TRAINED) -> Path:
