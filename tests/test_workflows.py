@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import shlex
 import subprocess
 
 import jsonschema
@@ -10,6 +11,7 @@ import pytest
 import yaml
 from conftest import ROOT
 
+from qrecipe.book import find_notebooks
 from qrecipe.cli import app
 
 FILES = sorted((ROOT / ".github/workflows").glob("*.yml"))
@@ -95,3 +97,18 @@ def test_artifacts_and_reaping_come_whatever_happened():
 def test_the_nightly_has_a_job_that_may_fail():
     jobs = read(ROOT / ".github/workflows/nightly-gpu.yml")["jobs"]
     assert jobs["newest"]["continue-on-error"] == "true" and "continue-on-error" not in jobs["book"]
+
+
+def test_the_nightly_runs_the_chapters_and_parameters_of_the_landed_run():
+    """From requirements/gpu.txt, all chapters, nothing set but engine, weights and port; and it says that it was not tried."""
+    file = ROOT / ".github/workflows/nightly-gpu.yml"
+    steps = {step.get("name"): step.get("run", "") for step in read(file)["jobs"]["book"]["steps"]}
+    *words, p, name, value = shlex.split(steps["The book"])
+    assert words[:2] == [".venv/bin/qrecipe", "run"] and (p, name, value) == ("-p", "port", "$PORT")
+    given = dict(zip(words[2::2], words[3::2], strict=True))  # options only: no chapter is named, so all are run
+    assert (given.pop("--engine"), given.pop("--weights")) == ("gpu", "$WEIGHTS")
+    assert set(given) == {"--timeout", "--cell-timeout", "--out", "--publish"}
+    landed = json.loads((ROOT / "gallery/h200/run.json").read_text())
+    assert sorted(c["name"] for c in landed["chapters"]) == [p.stem for p in find_notebooks([])]
+    assert "make setup ENGINE=gpu" in steps["Set-up"] and (ROOT / "requirements/gpu.txt").is_file()
+    assert "NOT TRIED" in file.read_text().splitlines()[0]
