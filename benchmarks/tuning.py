@@ -39,7 +39,7 @@ LEVERS = {  # name: what differs from the plain recipe
 
 
 def pulled(plain: ServeRecipe, lever: str) -> ServeRecipe:
-    """The recipe of a lever. Text-only code has the cache key of code with pictures, so it gets a cache of its own."""
+    """The recipe of a lever. Text only gets a cache of its own, so that its compiling is seen (its key is its own anyway)."""
     changes = LEVERS[lever] | {"max_num_seqs": PLACES}
     extra = (*plain.extra, "--kv-cache-memory-bytes", str(KV_BYTES), *changes.pop("extra", ()))
     own = {"VLLM_CACHE_ROOT": str(state_dir() / "cache-text-only")} if "language_model_only" in changes else {}
