@@ -5,14 +5,18 @@ import json
 import re
 import shlex
 import sys
+from functools import cache
 from pathlib import Path
+from statistics import median
 
 import pytest
 
+from qrecipe import memory, overhead
 from qrecipe.errors import BadInput, NotCovered
-from qrecipe.memory import budget
+from qrecipe.memory import budget, flags_of
 from qrecipe.scale_out import plans
 from qrecipe.shape import SHAPES
+from qrecipe.startup_log import read_log
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from prediction import compare  # noqa: E402
@@ -37,6 +41,104 @@ def test_the_public_logs_are_of_several_kinds():
     }
     assert sizes == {(2, 1), (4, 1), (8, 1), (1, 2)}
     assert len(LOGS) >= 10 and len({str(log["model"]) for log in LOGS}) >= 6
+
+
+FOLDER = Path(__file__).parent / "data/starts/two-h200"
+FACTS = json.loads((FOLDER / "starts.json").read_text())
+TWO = {s["log"].split("qwen3.5-")[1].removesuffix(".log"): s for s in FACTS["starts"]}
+BENCH = json.loads((SHAPES.parent / "bench/two-h200.json").read_text())
+each = pytest.mark.parametrize("name", TWO)
+
+
+@cache
+def two(name):
+    return read_log(FOLDER / TWO[name]["log"])
+
+
+@each
+def test_on_two_h200s_every_rank_says_the_same(name):
+    log, flags = two(name), TWO[name]["flags"]
+    assert log.ready and log.failure is None and log.vllm_version == FACTS["vllm"]
+    assert len(log.ranks) == flags.get("tensor_parallel_size", 1) * flags.get("data_parallel_size", 1)
+    for figure in ("consumed_gib", "activation_gib", "available_kv_gib"):
+        said = [r[figure] for r in log.ranks]
+        assert max(said) - min(said) <= 0.011, (figure, said)
+    told = {k: v for k, v in flags_of(log).items() if v is not None}
+    assert told["max_num_batched_tokens"] == 8192  # vLLM's default on this card
+    assert flags | {"vllm_version": "0.27.0"} == {k: v for k, v in told.items() if k in flags or k == "vllm_version"}
+
+
+@each
+def test_what_was_said_of_two_h200s_before_the_start(name):
+    """Commit c06bcec, with every term of several ranks assumed: the pool within 1 %, though single terms were off and cancelled."""
+    log, said = two(name), TWO[name]["predicted_before"]
+    assert said["weights_gib"] == pytest.approx(log.weights_gib, rel=0.003)
+    assert said["available_kv_gib"] == pytest.approx(log.available_kv_gib, rel=0.01)
+    assert said["kv_cache_tokens"] == pytest.approx(log.kv_cache_tokens, rel=0.01)
+    assert said["attention_block_tokens"] == log.attention_block_tokens
+    if name in ("4b-one", "4b-dp2"):
+        assert (said["available_kv_gib"], said["kv_cache_tokens"]) == (log.available_kv_gib, log.kv_cache_tokens)
+
+
+@each
+def test_each_term_of_two_h200s_since(name):
+    """Fitted on the split ones; from the logged pool the tokens are exact."""
+    log, flags = two(name), flags_of(two(name))
+    assert all(r.exact is not False for r in compare(TWO[name]["model"], log, gpu_memory_gib=log.total_gib, **flags))
+    found = budget(TWO[name]["model"], gpu_memory_gib=FACTS["total_gib"], **TWO[name]["flags"])
+    assert found.non_torch_gib == pytest.approx(log.consumed_gib - log.weights_gib, abs=0.016)
+    assert found.activation_gib == pytest.approx(log.activation_gib, rel=0.005)
+    assert found.cuda_graph_gib == pytest.approx(log.cuda_graph_gib, abs=0.02)
+    assert found.available_kv_gib == pytest.approx(log.available_kv_gib, abs=0.02)
+
+
+@each
+def test_nccl_lies_outside_of_what_vllm_counts(name):
+    """Gone before vLLM's first look at the memory: the CUDA context, on a split card NCCL too. nvidia-smi's counter has both."""
+    log, split = two(name), TWO[name]["flags"].get("tensor_parallel_size", 1) > 1
+    gone = memory.CONTEXT_GIB + overhead.NCCL_GIB * split
+    assert all(r["total_gib"] - r["free_gib"] == pytest.approx(gone, abs=0.04) for r in log.ranks)
+    least = gone + log.consumed_gib + log.available_kv_gib
+    assert all(least < mib / 1024 < least + log.activation_gib + 1.5 for mib in TWO[name]["nvidia_smi_mib"])
+
+
+def test_a_share_that_leaves_no_room_for_nccl_is_warned_of():
+    for ranks, warned in ((1, False), (2, True)):
+        found = budget("Qwen3.5-4B", gpu="H200", gpu_memory_utilization=0.99, tensor_parallel_size=ranks)
+        assert any("free at start" in line for line in found.advice) == warned
+
+
+def test_the_sweep_on_two_h200s_is_of_these_starts_and_adds_up():
+    assert BENCH["date"] == FACTS["date"] and BENCH["weights"] == "dummy" and FACTS["driver"] in BENCH["device"]
+    for row in BENCH["servers"]:
+        log, start = two(row["server"]), TWO[row["server"]]
+        assert (row["weights_gib"], row["kv_cache_tokens"]) == (log.weights_gib, log.kv_cache_tokens)
+        assert row["ready_seconds"] == start["ready_seconds"]
+    for row in [*BENCH["servers"], BENCH["later"]]:
+        for level, clients in row["loads"].items():
+            assert sum(c["max_concurrency"] for c in clients) == int(re.search(r"[cg](\d+)", level)[1])
+            for c in clients:
+                assert c["completed"] == c["num_prompts"] and c["failed"] == 0
+                assert c["output_throughput"] == pytest.approx(c["total_output_tokens"] / c["duration"], rel=1e-3)
+                if c["max_concurrency"] == 1:  # what ITL leaves out of the answer's time is the first token's
+                    rest = c["duration"] / c["num_prompts"] * 1000 - c["median_ttft_ms"]
+                    written = c["total_output_tokens"] / c["num_prompts"] - 1
+                    assert rest / written == pytest.approx(c["mean_itl_ms"], rel=0.05)
+
+
+def test_what_chapter_9_says_of_the_sweep():
+    one, split, copied = BENCH["servers"]
+    at = {n: [r["loads"][n][0] for r in (one, split, copied)] for n in ("c64", "c256")}
+    speed = {n: [c["output_throughput"] for c in rows] for n, rows in at.items()}
+    assert speed["c64"][2] == pytest.approx(speed["c64"][0], rel=0.01)  # copies gained nothing
+    assert sum(c["output_throughput"] for c in one["loads"]["c256x4"]) > 1.5 * speed["c256"][0]
+    early, late = (median(split["alone_itl_ms"][part]) for part in (slice(32), slice(-32, None)))
+    assert (
+        late < median(one["alone_itl_ms"]) < early == pytest.approx(split["loads"]["c1"][0]["median_itl_ms"], rel=0.01)
+    )
+    us, whole = BENCH["nccl_us"]["1x2560"], 7.834 * 2**30 / 1e6 / BENCH["copy_gb_s"]  # text-only weights
+    nccl = 65 * (us["all_reduce+add"] - us["add"]) / 1000
+    assert 0.4 < nccl / (whole / 2) < 0.5 < whole / median(one["alone_itl_ms"]) < 0.6
 
 
 def test_what_one_head_for_all_ranks_needs_is_refused_by_name():
