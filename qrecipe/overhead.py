@@ -95,7 +95,7 @@ def transient(shape: ModelShape, seqs: int, tokens: int, vision: bool, tp: int, 
 
 def graphs(shape: ModelShape, f: Flags, total_gib: float | None) -> tuple[Estimate, Estimate]:
     """(vLLM's own estimate before capture, actual size after it), by the number of graphs and of layers. Between smaller cards
-    it is not known who reduces, NCCL or vLLM's own kernel: the band holds both."""
+    it is not known who adds up, NCCL or vLLM's own kernel: half of NCCL's part is taken, and the band holds none and all."""
     if f.enforce_eager:
         return (Estimate(0.0, 0.0, "no graphs: --enforce-eager"),) * 2
     seqs, tokens, spec, tp = f.max_num_seqs, f.max_num_batched_tokens, f.speculative_tokens, f.tensor_parallel_size
@@ -105,24 +105,21 @@ def graphs(shape: ModelShape, f: Flags, total_gib: float | None) -> tuple[Estima
     each, wider = GRAPH_GIB * layers / 32, ((shape.hidden or 2560) / 2560) ** 0.5  # wider: 9B 0.40, 27B 0.54 estimated
     other = (shape.hidden, layers, tp) not in ((2560, 32, 1), (2560, 32, 2))
     calls, how = full * (2 * layers + 1) * (tp > 1), f"{len(sizes)} piecewise + {full} full graphs of {layers} layers"
-    how += f" + {calls} all-reduces by NCCL" * (calls > 0 and f.disable_custom_all_reduce)
+    share = 1.0 if f.disable_custom_all_reduce else 0.5 * ((total_gib or 0) < BIG_CARD_GIB)
+    how += f" + {calls} all-reduces{', half of them' * (share < 1)} by NCCL" * (calls * share > 0)
     how, found = f"{how} (fitted on Qwen3.5-4B on an H200{', two of them' * (tp > 1)})", []
     for i, (one, bands) in enumerate(((each * wider, ESTIMATE_BANDS), (each, ACTUAL_BANDS))):
         gib, nccl = full * one * (1 - SPLIT_GRAPHS[i] * (1 - 1 / tp)), calls * NCCL_CALL_GIB[i]
-        gib += len(sizes) * PIECEWISE_GIB[i] + nccl * f.disable_custom_all_reduce
-        unknown = nccl * (not f.disable_custom_all_reduce and (total_gib or 0) < BIG_CARD_GIB)
-        found.append(Estimate(gib, gib * bands[other] + unknown, how))
+        gib += len(sizes) * PIECEWISE_GIB[i] + nccl * share
+        found.append(Estimate(gib, gib * bands[other] + nccl * share * (share < 1), how))
     return found[0], replace(found[1], how=f"{how}; actual − estimate comes on top of the peak")
 
 
 def non_torch(shape: ModelShape, f: Flags, total_gib: float) -> Estimate:
     """What stays besides the weights, the CUDA context left out: kernels, the input buffer, the top-k buffer, the experts'
     buffers, and eagerly what they keep of the allocator's segments; NCCL lies outside. The band holds one more such segment."""
-    seqs, tokens, several = (
-        f.max_num_seqs,
-        f.max_num_batched_tokens,
-        f.tensor_parallel_size * f.pipeline_parallel_size > 1,
-    )
+    seqs, tokens, tp = f.max_num_seqs, f.max_num_batched_tokens, f.tensor_parallel_size
+    several = tp * f.pipeline_parallel_size > 1
     base, extra = CUDA_GIB[total_gib >= BIG_CARD_GIB], 0 if f.enforce_eager else CUDA_GRAPHS_GIB
     base, extra = (CUDA_RANKS_GIB, 0) if several else (base, extra)
     kept, row, top_k = 0, 2 * tokens * (shape.hidden or 0), top_k_bytes(shape, seqs, tokens)
@@ -132,7 +129,7 @@ def non_torch(shape: ModelShape, f: Flags, total_gib: float) -> Estimate:
         logits = 4 * min(seqs, tokens) * (shape.vocab or 0)
         kept = min((x - top_k for x in (row, logits) if top_k <= x <= LARGEST_KEPT_BYTES), default=0)
         kept += 0 if shape.vision and not f.text_only else max(0, 2 * row - CUBLAS_BYTES)
-    experts = workspace_bytes(shape, tokens, f.tensor_parallel_size) / GIB
+    experts = workspace_bytes(shape, tokens, tp) / GIB
     sizes = {"input buffer": row / GIB, "top-k buffer": top_k / GIB, "of kept segments": kept / GIB}
     sizes |= {"experts' buffers": experts} if experts else {}
     how = f"{base} CUDA kernels" + "".join(f" + {x:.2f} {name}" for name, x in sizes.items() if x or kept)

@@ -19,7 +19,7 @@ from qrecipe.shape import SHAPES
 from qrecipe.startup_log import read_log
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-from prediction import compare  # noqa: E402
+from prediction import compare, compare_start, starts  # noqa: E402
 
 # Facts of public logs on several cards; each line names its source, and what of it the source does not say.
 LOGS = [json.loads(x) for x in (Path(__file__).parent / "data/multi-card.jsonl").read_text().splitlines()]
@@ -100,6 +100,14 @@ def test_nccl_lies_outside_of_what_vllm_counts(name):
     assert all(r["total_gib"] - r["free_gib"] == pytest.approx(gone, abs=0.04) for r in log.ranks)
     least = gone + log.consumed_gib + log.available_kv_gib
     assert all(least < mib / 1024 < least + log.activation_gib + 1.5 for mib in TWO[name]["nvidia_smi_mib"])
+
+
+def test_the_pool_of_two_smaller_cards_which_took_no_part_in_the_fit():
+    start = next(s for s in starts() if s.case == "club-3090 1087")  # two RTX 5090, 27B in FP8, MTP, vLLM 0.27.0
+    rows = {r.figure: r for r in compare_start(start)}
+    assert not start.fit and abs(rows["available KV cache memory"].error_percent) < 0.5
+    assert abs(rows["consumed (weights + non-torch)"].error_percent) < 0.5
+    assert rows["CUDA graphs, estimated"].predicted == pytest.approx(0.13, abs=0.03)
 
 
 def test_a_share_that_leaves_no_room_for_nccl_is_warned_of():
