@@ -98,6 +98,16 @@ def test_the_picture_in_the_readme_is_the_gallery_s():
     assert "gallery/memory-h200.png" in PAGES["README.md"]
 
 
+def two_cards():
+    """KV tokens on two H200s: split, logged and as predicted before; copied, where both are the same."""
+    folder = ROOT / "tests/data/starts/two-h200"
+    starts = {s["log"]: s for s in json.loads((folder / "starts.json").read_text(encoding="utf-8"))["starts"]}
+    split, copied = (f"h200x2-vllm0.27.0-qwen3.5-4b-{how}.log" for how in ("tp2", "dp2"))
+    said = {log: starts[log]["predicted_before"]["kv_cache_tokens"] for log in (split, copied)}
+    assert said[copied] == read_log(folder / copied).kv_cache_tokens
+    return tuple(f"{n:,}" for n in (read_log(folder / split).kv_cache_tokens, said[split], said[copied]))
+
+
 def claims():
     """(page, its words with {} for each figure, the figures that the runs hold)."""
     h200, cpu = RUNS["h200"], RUNS["cpu"]
@@ -118,6 +128,11 @@ def claims():
         ("README.md", "Qwen3.5-4B on an H200, vLLM 0.27.0, {} (random weights", (day,)),
         ("README.md", "One H200, {}, random weights", (day,)),
         ("README.md", "server ready after {} s, all nine chapters {} s (two cores", (cpu_begun, cpu_took)),
+        (
+            "README.md",
+            "the 4B held {} tokens ({} predicted before the start), copied {} on each (as predicted)",
+            two_cards(),
+        ),
         ("gallery/README.md", "NVIDIA H200 (driver 580.159.04, {})", (day,)),
         ("gallery/README.md", "all nine chapters passed in {} s. Chapter 7 ran last", (took,)),
         (
