@@ -86,13 +86,13 @@ def build(directory: str | Path, *, trained: str | Path = TRAINED) -> Path:
     """Write the teaching model into `directory` (about 45 MB, some 7 s) and return its path.
 
     A model folder that is already there is replaced in one step; nothing half-written is left behind. `trained` is the
-    file that `qrecipe.teaching_model.train` writes; the default is the one in the package.
+    file that training/train.py writes; the default is the one in the package.
     """
     from .weights import assemble, read_safetensors, write_safetensors
 
     source = Path(trained)
     if not source.is_file():
-        raise BadInput(f"the trained part {source} was not found; `python -m qrecipe.teaching_model.train` makes it.")
+        raise BadInput(f"the trained part {source} was not found; training/train.py makes it.")
     with _whole_or_nothing(directory) as draft:
         write_safetensors(draft / "model.safetensors", assemble(read_safetensors(source), config()))
     return Path(directory).expanduser().absolute()

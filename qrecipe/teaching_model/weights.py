@@ -41,18 +41,6 @@ def generated_rows(ids: np.ndarray, width: int) -> np.ndarray:
     return (raw & np.uint16(0x807F)) | (exponent << np.uint16(7))
 
 
-def bf16_bits(values: np.ndarray) -> np.ndarray:
-    """float32 to bfloat16 bits (uint16), to nearest, ties to even."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    odd = (bits >> np.uint32(16)) & np.uint32(1)
-    return ((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)).astype(np.uint16)
-
-
-def bf16_values(bits: np.ndarray) -> np.ndarray:
-    """bfloat16 bits (uint16) to float32, exactly."""
-    return (np.asarray(bits, np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
 def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
     """Write uint16 arrays as BF16 and int32 arrays as I32, always the same bytes."""
     arrays = {name: np.ascontiguousarray(array) for name, array in tensors.items()}

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from . import pictures
-from .answers import answer, answers, whole_reply
+from qrecipe.teaching_model import answer, answers, pictures
+from qrecipe.teaching_model.answers import whole_reply
 
 SPECIAL = 248_044  # the first of the tokens that stand for structure
 VISION_START, VISION_END, IMAGE = 248_053, 248_054, 248_056
