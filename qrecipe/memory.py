@@ -181,12 +181,11 @@ def _estimates(b: Budget) -> dict[str, Estimate]:
         found["weights_gib"] = Estimate(w.gib, w.gib * w.band, how)
         loaded = {k: v for k, v in b.shape.parameters(not b.text_only, f.speculative_tokens > 0).items() if v}
         b.put("parameters", sum(loaded.values()), loaded=", ".join(f"{k} {v}" for k, v in loaded.items()))
-    batch = (b.shape, f.max_num_seqs, f.max_num_batched_tokens)
-    if all(batch):
+    if f.max_num_seqs and f.max_num_batched_tokens:
         if b.total_gib is not None:
             found["non_torch_gib"] = overhead.non_torch(b.shape, f, b.total_gib)
         online = w is not None and w.method == "fp8" and not b.shape.quantization
-        peak = overhead.transient(*batch, not b.text_only, f.tensor_parallel_size, online)
+        peak = overhead.transient(b.shape, f, online)
         graphs, found["cuda_graph_gib"] = overhead.graphs(b.shape, f, b.total_gib)
         found["cuda_graph_estimate_gib"] = graphs
         inside = graphs if version_tuple(f.vllm_version) >= GRAPHS_IN_PEAK else Estimate(0.0, 0.0, "")

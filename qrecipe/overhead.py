@@ -64,11 +64,12 @@ def workspace_bytes(shape: ModelShape, tokens: int, tp: int) -> int:
     return 2 * tokens * shape.experts_per_token * (max(m, h) + max(2 * m, h)) if shape.experts else 0
 
 
-def transient(shape: ModelShape, seqs: int, tokens: int, vision: bool, tp: int, quantized: bool) -> Estimate:
+def transient(shape: ModelShape, f: Flags, quantized: bool) -> Estimate:
     """Peak of the profile run above what stays, without the graph estimate."""
+    seqs, tokens, tp = f.max_num_seqs, f.max_num_batched_tokens, f.tensor_parallel_size
     h, v, rows, seen = shape.hidden or 0, shape.vocab or 0, min(seqs, tokens), shape.family.startswith("qwen3_5")
     held = encoder = pictures = 0
-    if vision and (t := shape.vision):
+    if not f.text_only and (t := shape.vision):
         size = PICTURE_TOKENS[t.merger]
         pictures = max(1, tokens // size)
         patches = pictures * (size * t.merge**2 if t.merger else t.positions)
