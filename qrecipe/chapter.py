@@ -153,6 +153,7 @@ def begin(name: str, **parameters) -> Chapter:
     from IPython.display import display
 
     global _current
+    load_ahead("matplotlib.figure")
     if _current is not None and _current._server is not None:
         _current._server.leave()
     for cell in shell().user_ns.get("In", []) if shell() else []:
@@ -167,7 +168,6 @@ def begin(name: str, **parameters) -> Chapter:
         rows["weights"] = "dummy: random numbers in the exact shape; every word that the model says is noise"
     if not os.environ.get("QRECIPE_QUIET"):
         display(table(rows, ["this chapter runs on", ""]))
-    load_ahead("matplotlib.figure")
     return chapter
 
 
