@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import nbformat
 
 from .paths import write_whole
 from .show_table import number
@@ -57,6 +56,7 @@ def xml_text(text: str) -> str:
 
 def chapter_html(notebook: Path) -> str:
     """The body of an executed notebook as HTML, "" when there is none, a sentence when it cannot be read."""
+    import nbformat
     from nbconvert import HTMLExporter
 
     if not notebook.is_file():

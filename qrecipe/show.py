@@ -257,7 +257,7 @@ def line_plot(
 
 def __getattr__(name: str) -> Any:
     """The figures of other modules, which take the house style from here."""
-    for module in ("show_request", "show_live", "show_batch"):
+    for module in ("show_request", "show_live"):
         if hasattr(found := import_module(f"qrecipe.{module}"), name):
             return getattr(found, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,10 +1,10 @@
-"""The two figures of one request: when its tokens came, and the patches that a picture is cut into."""
+"""The figures of a request: when its tokens came, the patches that a picture is cut into, what sampling does to its words."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .show import COLORS, INK, _axes, _figure, _fill, _legend, _measured, _patch
+from .show import CARD, COLORS, GRID, INK, _axes, _figure, _fill, _legend, _measured, _patch, _rows, _style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,7 +37,7 @@ def timeline(dissection: "Dissection | Sequence[Dissection]", names: Sequence[st
     names = list(names or [""] * len(rows))
     title = _title(rows, names)
     figure = _figure(1.7 + 0.75 * len(rows), title)
-    ax = _axes(figure, title, "ms since the call")
+    ax = _rows(_axes(figure, title, "ms since the call"), names)
     seen, texts, end = set(), [], 1e-3
     for row, d in enumerate(rows):
         first, last = d.ttft, d.e2e
@@ -55,11 +55,7 @@ def timeline(dissection: "Dissection | Sequence[Dissection]", names: Sequence[st
             text = f"TTFT {first * 1000:,.0f} ms · {d.completion_tokens} tokens · E2E {last * 1000:,.0f} ms"
         ax.text(0, row - 0.37, text, fontsize=8.8, color=INK, va="bottom")
         texts.append(text)
-    ax.set_ylim(len(rows) - 0.5, -0.72)
     ax.set_xlim(0, end * 1000 * 1.02)
-    ax.set_yticks(range(len(rows)), names, color=INK)
-    ax.spines["left"].set_visible(False)
-    ax.tick_params(axis="y", length=0)
     ticks = [
         Line2D([], [], color=COLORS[color], linestyle="", marker="|", markersize=26 * half + 4, markeredgewidth=2.4, label=label)
         for kind, (color, half, label) in KINDS.items()
@@ -97,4 +93,34 @@ def patch_grid(image: Any, tokens: "ImageTokens") -> "Figure":
     ax.set_ylim(t.resized_h, 0)
     lines = f"pixels; thin lines: patches of {t.patch} × {t.patch}, dark lines: {t.merge} × {t.merge} patches become one token"
     ax.set_xlabel(lines, color=INK, fontsize=9)
+    return figure
+
+
+def distributions(
+    tokens: Sequence[str], panels: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, title: str
+) -> "Figure":
+    """Small bar charts of the same tokens, three a row: name -> (probabilities before, after). Before is an outline."""
+    from matplotlib.lines import Line2D
+
+    rows, places = -(-len(panels) // 3), range(len(tokens))
+    figure = _figure(0.9 + rows * (0.75 + 0.24 * len(tokens)), title)
+    figure.suptitle(title, x=0.015, ha="left", fontsize=11.5, fontweight="bold", color=INK)
+    axes = list(figure.subplots(rows, 3, squeeze=False, sharex=True, sharey=True).flat)
+    said = []
+    for ax, (name, (before, after)) in zip(axes, panels.items(), strict=False):
+        _style(ax, "probability" if len(said) >= len(panels) - 3 else "")
+        ax.barh(places, after, height=0.72, facecolor=COLORS[0], edgecolor=CARD)
+        ax.barh(places, before, height=0.72, facecolor="none", edgecolor=INK, linewidth=1.1, linestyle=(0, (2, 1.5)))
+        ax.set_title(name, loc="left", fontsize=9.5, color=INK)
+        ax.set_xlim(0, 1)
+        ax.set_yticks(places, [repr(t) for t in tokens], fontsize=8.5)
+        ax.set_ylim(len(tokens) - 0.4, -0.6)
+        ax.grid(True, axis="x", color=GRID, linewidth=0.7)
+        possible = sum(p > 0 for p in after)
+        said.append(f"{name}: {max(after):.0%} for the likeliest, {possible} of {len(tokens)} possible")
+    for ax in axes[len(panels) :]:
+        ax.set_visible(False)
+    dashed = Line2D([], [], color=INK, linewidth=1.1, linestyle=(0, (2, 1.5)), label="without it")
+    _legend(figure, [_patch(0, "with the parameter"), dashed], 2)
+    figure.alt = f"{title}. " + "; ".join(said)
     return figure
