@@ -9,18 +9,18 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import tomllib
+from pathlib import Path
 from typing import Any
 
 from .checks import check_number
 from .errors import BadInput, RequestFailed
 
-# what no server takes: (lowest, highest, kind)
-_RANGES = {
-    "max_tokens": (1, 10**9, int), "max_completion_tokens": (1, 10**9, int), "min_tokens": (0, 10**9, int), "n": (1, 10**6, int),
-    "temperature": (0, 1000, float), "top_p": (1e-6, 1, float), "min_p": (0, 1, float), "top_k": (-1, 10**9, int),
-    "presence_penalty": (-2, 2, float), "frequency_penalty": (-2, 2, float), "repetition_penalty": (1e-6, 1000, float),
-    "timeout": (1e-6, 10**9, float),
-}  # fmt: skip
+TABLE = tomllib.loads((Path(__file__).parent / "data" / "request_errors.toml").read_text(encoding="utf-8"))
+COUNTS = re.compile(
+    r"(?:(?:requested )?(?P<asked>\d+) output tokens and your prompt contains|Input length \(|requested) ?"
+    r"(?P<least>at least )?(?P<held>\d+) ?(?P<letters>characters)?"
+)
 
 
 def check_request(client: Any, model: Any, messages: Any, prompt: Any, max_tokens: Any, temperature: Any,
@@ -43,9 +43,10 @@ def check_request(client: Any, model: Any, messages: Any, prompt: Any, max_token
         if wrong:
             raise BadInput(why)
     for name, value in {"max_tokens": max_tokens, "temperature": temperature, **params, **(extra_body or {})}.items():
-        if name in _RANGES and value is not None and type(value).__name__ not in ("Timeout", "NotGiven", "Omit"):
-            low, high, kind = _RANGES[name]
-            check_number(value, name, low, high, kind)
+        limits = TABLE["ranges"].get(name)
+        if limits and value is not None and type(value).__name__ not in ("Timeout", "NotGiven", "Omit"):
+            low, high, kind = limits
+            check_number(value, name, low, high, int if kind == "int" else float)
 
 
 def served_models(client: Any) -> list[str]:
@@ -63,33 +64,28 @@ def explain(error: Exception, client: Any, model: str) -> RequestFailed:
 
 def _sentence(error: Exception, client: Any, model: str) -> str:
     base, said, name = str(client.base_url).rstrip("/"), _said(error), type(error).__name__
-    status = getattr(error, "status_code", None) or 0
-    v1 = "an OpenAI-compatible server"
-    if status == 404:
-        served = served_models(client)
-        if served and model not in served:
-            return f"the server at {base} has no model {model!r}: it serves {', '.join(map(repr, served))}."
-        return f"{base} has no such address (404: {said}): base_url of {v1} ends in /v1."
-    if status in (401, 403):
-        mend = "pass OpenAI(api_key=...) the key that the server was started with (`vllm serve ... --api-key KEY`)"
-        return f"{base} refused the API key ({status}): {mend}."
-    if status == 429:
-        wait = getattr(getattr(error, "response", None), "headers", {}).get("retry-after")
-        return f"{base} is over its request limit (429): wait {f'{wait} s ' if wait else ''}and try again."
-    if status in (400, 413, 422) or "local files" in said:  # vLLM 0.27.0 answers 500 to a file:// picture
-        return _bad_request(said, status)
-    if status >= 500:
-        return f"the server failed with {status} ({said}): its own log says why; `qrecipe log FILE` reads it."
-    if name == "APITimeoutError":
-        return f"{base} was silent longer than the client's timeout: raise timeout= or look whether the server is busy."
-    if name == "APIConnectionError":
-        cause = error.__cause__ or error
-        if "refused" in str(cause) or type(cause).__name__ in ("ConnectError", "ConnectTimeout"):
-            return f"nothing answers at {base} ({cause}): start the server (`qrecipe serve`), or mend base_url."
-        return f"the connection to {base} broke ({cause}): the server was stopped or died; its log says which."
-    if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)) or name == "APIResponseValidationError":
-        return f"{base} sent something that is not JSON: is it {v1}, and does base_url end in /v1?"
-    return f"{base} reported an error: {said}."
+    status, cause = getattr(error, "status_code", None) or 0, error.__cause__ or error
+    if status in (400, 413, 422) or ("local files" in said and status not in (401, 403, 404, 429)):  # file://: a 500
+        return _refused(said, status)
+    served = served_models(client) if status == 404 else []
+    wait = getattr(getattr(error, "response", None), "headers", {}).get("retry-after")
+    connection = name == "APIConnectionError"
+    unmade = "refused" in str(cause) or type(cause).__name__ in ("ConnectError", "ConnectTimeout")
+    cases = {
+        "other model": served and model not in served,
+        "no such address": status == 404,
+        "key": status in (401, 403),
+        "limit": status == 429,
+        "server failed": status >= 500,
+        "silent": name == "APITimeoutError",
+        "nothing answers": connection and unmade,
+        "broken": connection,
+        "no JSON": isinstance(error, (json.JSONDecodeError, UnicodeDecodeError))
+        or name == "APIResponseValidationError",
+    }
+    text = TABLE["said"][next((case for case, holds in cases.items() if holds), "other")]
+    values = {"base": base, "said": said, "status": status, "cause": cause, "wait": f"{wait} s " if wait else ""}
+    return text.format(model=model, served=", ".join(map(repr, served)), **values)
 
 
 def _said(error: Exception) -> str:
@@ -102,30 +98,25 @@ def _said(error: Exception) -> str:
     return text if len(text) <= 300 else text[:297] + "..."
 
 
-def _bad_request(said: str, status: int) -> str:
+def _refused(said: str, status: int) -> str:
     """vLLM 0.27.0's own words for what does not fit, with both numbers and the mend; other words as they are."""
-    larger = "or serve with a larger --max-model-len."
-    if found := re.search(r"maximum context length (?:is |\()(\d+)", said):
-        counts = re.search(r"(?:(?:requested )?(\d+) output tokens and your prompt contains|Input length \(|requested) ?"
-                           r"(at least )?(\d+) ?(characters)?", said)  # fmt: skip
-        asked, least, held, letters = counts.groups() if counts else (None,) * 4
-        room = int(found[1]) - int(held or 0)
-        unit = "characters, too many for any" if letters else "tokens"
-        mend = "shorten the prompt"
-        if least:  # it stopped counting at the limit
-            mend += ", ask for less with max_tokens"
-        elif letters and int(asked or 0) >= int(found[1]):  # no room for any prompt: it was not counted
-            unit, mend = "characters", "ask for less with max_tokens"
-        elif not letters and 0 < room < int(asked or 0):
-            mend = f"ask for at most {room} with max_tokens"
-        return (f"the prompt ({least or ''}{held or 0} {unit}) and max_tokens={asked or 0} do not fit the context of "
-                f"{found[1]} tokens: {mend}, {larger}")  # fmt: skip
-    if found := re.search(r"max_tokens=(\d+) cannot be greater than max_model_len=\D*(\d+)", said):
-        return (f"max_tokens={found[1]} is more than the whole context of {found[2]} tokens, and the prompt must fit in "
-                f"as well: ask for less, {larger}")  # fmt: skip
-    if found := re.search(r"At most (\d+) (\w+)\(s\) may be provided", said):
-        return (f"the server takes at most {found[1]} {found[2]}(s) in one prompt: send fewer, or serve with "
-                f"--limit-mm-per-prompt '{{\"{found[2]}\": N}}'.")  # fmt: skip
-    if "local files" in said or "allowed domains" in said:
-        return f"the server fetches no picture from there ({status}: {said}): send the picture itself, as qrecipe.vision.data_url makes it."
-    return f"the server refused the request ({status}): {said}."
+    found, text = next((f, row["text"]) for row in TABLE["refused"] if (f := re.search(row["words"], said)))
+    values = {"said": said, "status": status} | found.groupdict()
+    if "{prompt}" in text:
+        values |= _too_long(said, int(found["limit"]))
+    return text.format(**values)
+
+
+def _too_long(said: str, limit: int) -> dict[str, Any]:
+    """What was asked for, how long the prompt is, and the mend: vLLM counts a prompt only as far as it must."""
+    found = COUNTS.search(said)
+    asked, least, held, letters = found.group("asked", "least", "held", "letters") if found else (None,) * 4
+    asked, room, mend = int(asked or 0), limit - int(held or 0), "shorten the prompt"
+    unit = "characters, too many for any" if letters else "tokens"
+    if least:  # it stopped counting at the limit
+        mend += ", ask for less with max_tokens"
+    elif letters and asked >= limit:  # no room for any prompt: it was not counted
+        unit, mend = "characters", "ask for less with max_tokens"
+    elif not letters and 0 < room < asked:
+        mend = f"ask for at most {room} with max_tokens"
+    return {"prompt": f"{least or ''}{held or 0} {unit}", "asked": asked, "mend": mend}
