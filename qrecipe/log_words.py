@@ -16,8 +16,8 @@ PLACEHOLDERS = {
     "<name>": r"([A-Za-z][\w.+/-]{0,60})",
     "<version>": r"(\d[\w.+-]{0,40})",
 }
+JSON_KEYS, MORE_KEYS, ENGINE_SETTINGS = TABLE["keys"], TABLE["more keys"], TABLE["settings"]
 RANK_FIELDS, WHOLE, SMALLEST = TABLE["by rank"], TABLE["whole"], TABLE["smallest"]
-ENGINE_SETTINGS = TABLE["settings"]
 
 
 class Rule(NamedTuple):
@@ -63,51 +63,40 @@ EAGER, ARGUMENTS, ERRORS, STOPPED = (
 METRICS = b"Avg prompt throughput"
 METRIC_WORDS = {name: re.compile(words) for name, words in TABLE["metrics"].items()}
 
-_ANSI = re.compile(r"(?:\x1b|\\u001b|\\x1b|\\033)\[[0-9;?]{0,20}[A-Za-z]", re.I)
-_ANSI_SIGNS = ("\x1b", "\\u001b", "\\u001B", "\\x1b", "\\033")
-_BARE = re.compile(r"\[(?:\d{1,2}(?:;\d{1,3}){0,4})?m")  # a colour whose escape character was lost on the way
-_LEVEL = r"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)"
-PREFIX = (  # what loggers and containers put before a message
-    r"(?: {0,4}[\w./-]{0,60} *\| ?)?"  # compose
-    r"(?:\S{3,5} +\d{1,2} \d\d:\d\d:\d\d \S{1,60} \S{1,60}\[\d{1,9}\]: )?"  # journald
-    r"(?:\[?\d{4}-\d\d-\d\d[T ][\d:.,]{8,20}(?:Z|[+-]\d\d:?\d\d)?\]? ?(?:- )?)?(?:std(?:out|err) [FP] )?"
-    r"(?:\((?:APIServer|ApiServer|EngineCore|Worker|VllmWorker|Ray|LLM|DPCoord)[^()\n]{0,60}\) ?)?"
-    rf"(?:{_LEVEL}:? (?:\d\d-\d\d \d\d:\d\d:\d\d )?(?:\[?[\w./-]{{1,80}}\.(?:py|cpp):\d{{1,6}}\] ?)?)?"
-)
-_BREAK = re.compile(r"(?:\r?\n|\\r\\n|\\n)" + PREFIX + r"[ \t]*")
-_START = re.compile(PREFIX)
-_SPACES = re.compile(r"[\t\r\n\u00a0]+ *| {2,}")
-LABEL = re.compile(rb"\(((?:EngineCore|Worker|VllmWorker|Ray\w*Worker)[^()\n]{0,60})\)")
-RECORD = re.compile(
-    rf"(?m)(?:^|[\s>)\"|]){_LEVEL}:? .{{0,40}}?\[?[\w./-]+\.(?:py|cpp):\d+\]|\((?:APIServer|EngineCore|Worker)\w* ?[^()\n]*\)"
-)
-TIME = re.compile(rb"(\d{4}-)?[01]\d-[0-3]\d[T ][0-2]\d:[0-5]\d:[0-6]\d(?:[.,]\d{1,9})?")
-_LEVEL_AND_TIME = re.compile(rf"\b{_LEVEL}:? \[?(?:\d{{4}}-)?\d\d-\d\d[ T]\d\d:")
-_WORD = re.compile("Error|ERROR|Exception")
-_QUIET = re.compile(r"\b(?:DEBUG|INFO|WARNING)\b")
+
+def _pattern(name: str) -> str:
+    words = "".join(TABLE["patterns"][name])
+    for part in ("prefix", "level"):
+        words = words.replace(f"<{part}>", "".join(TABLE["patterns"][part]))
+    return words
+
+
+PATTERNS = {name: re.compile(_pattern(name)) for name in TABLE["patterns"]}
+LABEL, TIME = (re.compile(_pattern(name).encode()) for name in ("process", "time"))
+RECORD, ESCAPES = PATTERNS["record"], ("\x1b", "\\u001b", "\\u001B", "\\x1b", "\\033")
 
 
 def is_quiet(line: str, at: int | None = None) -> bool:
     """Whether the error's words (at `at`, else the first in the line) report no error: by vLLM's own level, the last one
     where a collector put its own before."""
-    at = at if at is not None else found.start() if (found := _WORD.search(line)) else 40
-    levels = _LEVEL_AND_TIME.findall(line[: at + 30])
-    return _QUIET.search(levels[-1] if levels else line[:at]) is not None
+    at = at if at is not None else found.start() if (found := PATTERNS["error"].search(line)) else 40
+    levels = PATTERNS["level and time"].findall(line[: at + 30])
+    return PATTERNS["quiet"].search(levels[-1] if levels else line[:at]) is not None
 
 
 def plain(text: str) -> str:
     """The text without terminal colours, also where JSON escaped them or the escape character was lost."""
-    if any(sign in text for sign in _ANSI_SIGNS):
-        text = _ANSI.sub("", text)
-    return _BARE.sub("", text) if "[" in text else text
+    if any(sign in text for sign in ESCAPES):  # a cheap look before the close one
+        text = PATTERNS["colour"].sub("", text)
+    return PATTERNS["colour without its escape"].sub("", text) if "[" in text else text
 
 
 def clean(raw: bytes) -> str:
     """One line of plain text: colours, escapes, line breaks and the prefixes after them gone; white space single."""
     text = plain(raw.decode("utf-8", "replace"))
     if "\n" in text or "\\n" in text:
-        text = _BREAK.sub(" ", text)
-    return _SPACES.sub(" ", text.replace('\\"', '"'))
+        text = PATTERNS["break"].sub(" ", text)
+    return PATTERNS["spaces"].sub(" ", text.replace('\\"', '"'))
 
 
 def message(line: str) -> str:
@@ -119,4 +108,4 @@ def message(line: str) -> str:
         found = re.search(r'\bmsg="((?:[^"\\]|\\.)*)', text)
     if found:
         text = found[1].replace('\\"', '"').replace("\\n", "")
-    return text[_START.match(text).end() :]
+    return text[PATTERNS["prefix"].match(text).end() :]

@@ -16,18 +16,9 @@ from typing import IO, Any
 from . import log_words as words
 from .errors import BadInput
 from .log_source import blocks
+from .log_words import JSON_KEYS, MORE_KEYS
 
 LEFT, RIGHT, KEPT, ROWS = 1024, 16384, 40, 2000  # bytes around an anchor; error lines at each end; metric rows
-JSON_KEYS = (
-    "vllm_version", "weights_gib", "load_seconds", "consumed_gib", "activation_gib", "cuda_graph_estimate_gib",
-    "cuda_graph_gib", "available_kv_gib", "kv_cache_tokens", "max_model_len", "max_concurrency",
-    "attention_block_tokens", "init_seconds", "compile_seconds",
-)  # fmt: skip
-MORE_KEYS = (
-    "total_gib", "free_gib", "utilization", "requested_gib", "non_torch_gib", "mamba_padding_pct", "gpu_blocks",
-    "max_num_batched_tokens", "weights_read_seconds", "warmup_seconds", "capture_seconds", "mm_warmup_seconds",
-    "architecture", "model",
-)  # fmt: skip
 PRINTED_DICT = re.compile(r"'(\w{1,60})': ('[^'\n]{0,400}'|\[[^\[\]\n]{0,400}\]|\{[^{}\n]{0,400}\}|[\w.+-]{1,60})")
 SETTINGS = re.compile(r"\b(\w{1,60})=('[^'\n]{0,400}'|\[[^\[\]\n]{0,400}\]|[\w.+-]{1,60})(?=[,)]|$)")
 ENCODER, COMPILED, CACHED = b"Encoder cache will be", b"saved AOT compiled", b"Directly load"
