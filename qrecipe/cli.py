@@ -191,14 +191,18 @@ def run(
     """Run the book (or some chapters) with papermill, judge each chapter, write the report."""
     from .book import run_book
 
+    given = {"engine": engine, "weights": weights} | dict(map(parameter, p))
     if log and not os.path.isfile(log):
         raise BadInput(f"--log {log}: there is no such file")
+    if log and not given.get("base_url"):
+        raise BadInput(
+            "--log is that of a server at base_url, and none is given: `-p log FILE` lets chapter 04 read a log"
+        )
     if log:
         os.environ["QRECIPE_LOG"] = os.path.abspath(log)
     for number in (signal.SIGTERM, signal.SIGHUP):  # end the run as Ctrl-C does: server stopped, report written
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
-    given = {"engine": engine, "weights": weights} | dict(map(parameter, p))
     limits = {"cell_limit": cell_timeout, "run_limit": timeout}
     passed, folder = run_book(notebooks, given, out=out, publish_in=publish, note=note, **limits)
     print(f"{'no chapter failed' if passed else 'NOT all chapters passed'}; report: {folder / 'index.html'}")

@@ -79,6 +79,7 @@ def test_what_is_wrong_is_one_sentence_and_exit_code_2(shell, words, said):
         ("serve a b", "unexpected extra argument"),
         ("run -p", "a name and its value are expected"),
         ("stop -p 3", "No such option: -p"),
+        ("run 04 --log README.md", "--log is that of a server at base_url"),
         ("serve --engine tpu", "expected one of auto, cpu, gpu"),
     ],
 )
