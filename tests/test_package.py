@@ -81,7 +81,7 @@ def test_the_locks_are_hashed_and_name_no_index():
 
 
 def test_the_conda_environment_brings_what_the_set_up_needs_and_nothing_that_the_locks_bring():
-    """Its form and pins; a conda solver needs a channel, which the tests do not reach for."""
+    """Its form and pins. py-rattler 0.28.0 reads each entry as a MatchSpec (2026-11-30); to solve them takes a channel."""
     env = yaml.safe_load((ROOT / "environment.yml").read_text())
     assert sorted(env) == ["channels", "dependencies", "name"] and env["channels"] == ["conda-forge"]
     given = dict(re.fullmatch(r"([a-z0-9-]+)(?:=(\d+\.\d+))?", word).groups() for word in env["dependencies"])
