@@ -1,6 +1,6 @@
 """Which cells of an executed chapter let the reader wait, though they wait for no server and no model.
 
-papermill notes each cell's duration in the executed copy. The cells of a chapter fall into three groups, by rule:
+papermill notes each cell's duration in the executed copy. The cells of a chapter fall into four groups, by rule:
 set-up    the cells up to the one that calls `qrecipe.begin`, with the chapter's imports
 waiting   cells that name one of WAITS, or a function of the chapter that does: a server, a request, a process, a clock
 library   cells that name one of LIBRARIES: the first of them loads it
