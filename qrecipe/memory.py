@@ -26,15 +26,7 @@ TEXTS = json.loads((Path(__file__).parent / "data" / "budget_texts.json").read_t
 ROUNDING_GIB = 0.005  # of the printed available memory
 CONTEXT_GIB = 0.5  # what the CUDA context takes before vLLM starts
 GRAPHS_IN_PEAK = (0, 21)  # from this version on the logged peak activation holds the estimate of the CUDA graphs
-JSON_KEYS = (
-    *("weights_gib", "parameters", "non_torch_gib", "activation_gib", "cuda_graph_estimate_gib", "cuda_graph_gib"),
-    *("available_kv_gib", "attention_block_tokens", "page_bytes", "pool_block_bytes", "blocks", "blocks_per_request"),
-    *("kv_cache_tokens", "max_concurrency", "fits", "advice", "how"),
-)
-BATCH = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
-MORE_KEYS = (*BATCH, "text_only", "consumed_gib", "blocks_range", "kv_cache_tokens_range", "stages_gib")
-PARTS = {"weights": "weights_gib", "non-torch": "non_torch_gib", "activation": "activation_gib"}
-PARTS |= {"CUDA graphs": "cuda_graph_gib", "KV pool": "available_kv_gib"}
+JSON_KEYS, MORE_KEYS, PARTS = tuple(TEXTS["keys"]), TEXTS["more keys"], TEXTS["parts"]
 
 
 # One change of flags and what it buys: GiB of KV pool, tokens and full-length requests (at the new settings).
@@ -133,7 +125,8 @@ def budget(
     except BadInput as e:  # a size that only the weights need
         w, why = None, f"not known: {e}"
     b = Budget(shape, given, f, pool, w, card, total)
-    b.figures.update({name: getattr(f, name) for name in BATCH}, text_only=not shape.vision or f.text_only)
+    b.figures.update({name: getattr(f, name) for name in MORE_KEYS if hasattr(f, name)})
+    b.figures["text_only"] = not shape.vision or f.text_only
     b.how.update(weights_gib=why, fits="assumed: " + "; ".join(assumed or ["nothing"]))
     for name, e in _estimates(b).items():
         b.put(name, e.scaled(factors[name]) if name in factors else e)

@@ -67,10 +67,6 @@ class Pool:
     def concurrency(self, blocks: int, length: int) -> float:
         return blocks / self.need(length)
 
-    def fits(self, length: int, available: float | list[float]) -> bool:
-        """Whether vLLM accepts this max_model_len: one full-length request within what is available on every stage."""
-        return self.need(length) <= self.blocks(available)
-
     def longest(self, available: float | list[float], limit: int) -> int:
         """vLLM's "estimated maximum model length": the largest length ≤ limit that fits; 0 if not even one token does."""
         return bisect_right(range(1, limit + 1), self.blocks(available), key=self.need)

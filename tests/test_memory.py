@@ -93,7 +93,7 @@ def test_the_advice_for_a_context_that_does_not_fit_starts():
     words = found.advice[0].split()
     length, seqs = int(words[words.index("--max-model-len") + 1]), int(words[words.index("--max-num-seqs") + 1])
     assert budget("Qwen3.5-4B", **flags | {"max_model_len": length}, max_num_seqs=seqs).fits
-    assert not found.pool.fits(length + 1, found.available_kv_gib * 2**30)
+    assert found.pool.need(length + 1) > found.pool.blocks(found.available_kv_gib * 2**30)
 
 
 def test_vllms_own_estimated_length():

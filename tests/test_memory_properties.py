@@ -49,8 +49,8 @@ def test_more_context_never_needs_less(name, a, b, gib, fp8, prefix, version):
     assert short.max_concurrency >= long.max_concurrency
     assert short.fits or not long.fits
     best = short.pool.longest(gib * 2**30, 300_000)
-    assert best == 0 or short.pool.fits(best, gib * 2**30)
-    assert not short.pool.fits(best + 1, gib * 2**30) or best == 300_000
+    assert best == 0 or short.pool.need(best) <= short.pool.blocks(gib * 2**30)
+    assert short.pool.need(best + 1) > short.pool.blocks(gib * 2**30) or best == 300_000
 
 
 @settings(max_examples=examples(200), deadline=None)
