@@ -8,7 +8,7 @@ Units: GiB is 2^30 bytes. A figure that the log does not hold is None, never gue
 import ast
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
@@ -33,7 +33,7 @@ SERVING = [words.METRICS, *words.ERRORS[:2]]  # all that is looked for in a long
 FATAL = re.compile(r"EngineDead|fatal|died|OutOfMemory|out of memory")
 
 
-@dataclass(frozen=True)
+@dataclass
 class StartupLog:
     """What one start of vLLM said about itself. Every figure is an attribute, None if absent; `lines` has its log line."""
 
@@ -112,10 +112,7 @@ class _Start:
         self.watcher = StageWatcher()
         self.origin: datetime | None = None
         self.engines: set[str] = set()
-        self.rows: list[dict] = []
-        self.row_count, self.stride = 0, 1
-        self.cached: bool | None = None
-        self.stopped = self.ready = False
+        self.row_count, self.stride, self.stopped = 0, 1, False
 
     def add(self, name: str, label: str, number: str) -> None:
         value = float(number.replace(",", ""))
@@ -143,9 +140,60 @@ class _Start:
         for name, pattern in words.METRIC_WORDS.items():
             found = pattern.search(line)
             row[name] = float(found[1]) if found else None
-        self.rows.append(row)
-        if len(self.rows) >= ROWS:  # constant memory: every other row goes, evenly
-            self.rows, self.stride = self.rows[1::2], self.stride * 2
+        self.log.runtime.append(row)
+        if len(self.log.runtime) >= ROWS:  # constant memory: every other row goes, evenly
+            del self.log.runtime[::2]
+            self.stride *= 2
+
+    def stage(self, buf: bytes, begin: int, at: int, anchor: bytes) -> None:
+        line = buf[begin : at + len(anchor) + 4]
+        if not self.log.stages:
+            self.log.stages.append(("import", self.seconds(line)))
+        if stage := self.watcher.feed(line):
+            if not words.TIME.search(line):  # uvicorn's own lines carry no time: the last one before counts
+                line = b"\n".join(reversed(buf[max(0, begin - LEFT) : begin].split(b"\n")))
+            self.log.stages.append((stage, self.seconds(line)))
+            self.log.ready = self.log.ready or stage == "ready"
+
+    def apply(self, buf: bytes, begin: int, at: int, anchor: bytes) -> None:
+        """The figures and names of an anchor, by the rules that hold for it here."""
+        before, after = words.clean(buf[max(0, at - 240) : at]), words.clean(buf[at : at + 240])
+        for rule in words.RULES[anchor]:
+            right = rule.right.match(after)
+            left = rule.left.search(before) if right else None
+            if not left:
+                continue
+            groups = [*left.groups(), *right.groups()]
+            if not rule.is_figure:
+                ((name, value),) = zip(rule.names, filter(None, groups), strict=False)
+                texts = self.log.figures if name in ("architecture", "vllm_version", "model") else self.log.backends
+                texts.setdefault(name, value)
+                continue
+            label = words.LABEL.search(buf[begin:at])
+            line = words.message(buf[begin : at + RIGHT].split(b"\n", 1)[0].decode("utf-8", "replace"))
+            for name, number in zip(rule.names, groups, strict=False):
+                self.log.lines.setdefault(name, line[:1000])
+                if number is not None:
+                    self.add(name, label[1].decode("utf-8", "replace") if label else "", number)
+
+    def error(self, buf: bytes, begin: int, at: int) -> None:
+        end = buf.find(b"\n", at, at + 4096)
+        end = end if end >= 0 else min(len(buf), at + 4096)
+        if self.stopped or words.is_quiet(buf[begin : at + 30].decode("latin-1"), at - begin):
+            return
+        text = words.message(buf[begin:end].decode("utf-8", "replace"))
+        if not text.strip() or text.startswith((" ", "\t", "^", "Traceback", "INFO")):
+            return
+        for line in buf[end + 1 : end + 6144].decode("utf-8", "replace").split("\n")[:6]:
+            # a wrapped message goes on in lines that are no records of their own
+            other = line.lstrip().startswith(("Traceback", "File", "During", "The above", "["))
+            if len(text) < 60 or not line.strip() or other or words.RECORD.search(line):
+                break
+            text = f"{text.rstrip()} {line.strip()}"
+        errors, text = self.log.errors, text[:2000]
+        if text not in errors:
+            del errors[KEPT : len(errors) - KEPT + 1]  # of many the first and the last
+            errors.append(text)
 
     def ranks(self) -> list[dict[str, Any]]:
         """One row a rank. Without process labels, repeated figures of one start are taken as ranks in their order."""
@@ -160,10 +208,11 @@ class _Start:
         return rows
 
     def finish(self) -> StartupLog:
-        log, figures, ranks = self.log, self.log.figures, self.ranks()
+        log, figures = self.log, self.log.figures
+        log.ranks = self.ranks()
         if named := log.config.get("model") or log.flags.get("model"):
             figures.setdefault("model", named)
-        sized = [rank for rank in ranks if rank["available_kv_gib"] is not None]
+        sized = [rank for rank in log.ranks if rank["available_kv_gib"] is not None]
         tightest = min(sized, key=lambda rank: rank["available_kv_gib"], default={})
         for name, by_label in self.values.items():
             every = [v for values in by_label.values() for v in values]
@@ -174,9 +223,9 @@ class _Start:
         asked = [log.config.get("max_seq_len"), log.flags.get("max_model_len")]
         if said := [n for n in asked if isinstance(n, int)]:
             figures.setdefault("max_model_len", said[0])
-        errors = [] if self.ready and not any(map(FATAL.search, log.errors)) else log.errors
-        more = {"runtime": self.rows, "errors": errors, "compile_cached": self.cached}
-        return replace(log, ranks=ranks, ready=self.ready, **more)
+        if log.ready and not any(map(FATAL.search, log.errors)):
+            log.errors = []
+        return log
 
     def tokens_from_blocks(self) -> int | None:
         """The old engine logs blocks, not tokens: tokens = blocks × block size, where the log fixes the block size."""
@@ -234,15 +283,15 @@ class _Reader:
         if anchor == words.METRICS:
             start.metric(buf, begin, at)
         elif anchor in words.ERRORS:
-            self.error(buf, begin, at)
+            start.error(buf, begin, at)
         elif anchor in words.STOPPED:
             start.stopped = True
         else:
             self.begin_start(buf[begin:at], buf[at : at + RIGHT // 2], anchor)
             if anchor in STAGE_ANCHORS or not self.start.log.stages:
-                self.stage(buf, begin, at, anchor)
+                self.start.stage(buf, begin, at, anchor)
             if anchor in words.RULES and words.is_near(anchor, buf[max(0, at - 240) : at + 120]):
-                self.apply(buf, begin, at, anchor)
+                self.start.apply(buf, begin, at, anchor)
 
     def begin_start(self, head: bytes, rest: bytes, anchor: bytes) -> None:
         """The lines that tell a start's settings, and with which another one may begin."""
@@ -251,7 +300,7 @@ class _Reader:
         engine = anchor == b"with config" and b"LLM engine" in head
         label = words.LABEL.search(head) if engine else None
         name = re.split(rb"[ ,]", label[1])[0].decode("ascii", "replace") if label else ""
-        if start.ready or (name in start.engines if engine else start.values or start.log.errors):
+        if start.log.ready or (name in start.engines if engine else start.values or start.log.errors):
             if anchor in words.ARGUMENTS or banner or engine:
                 self.close()
                 start = self.start = _Start()
@@ -262,62 +311,8 @@ class _Reader:
         elif anchor in words.ARGUMENTS:
             kind = PRINTED_DICT if b"non-default" in anchor else SETTINGS
             start.log.flags.update(pairs(kind, words.clean(rest.split(b"\n", 1)[0])))
-        elif anchor == CACHED and start.cached is None:
-            start.cached = True
-        elif anchor == COMPILED:
-            start.cached = False
-
-    def stage(self, buf: bytes, begin: int, at: int, anchor: bytes) -> None:
-        start = self.start
-        line = buf[begin : at + len(anchor) + 4]
-        if not start.log.stages:
-            start.log.stages.append(("import", start.seconds(line)))
-        if stage := start.watcher.feed(line):
-            if not words.TIME.search(line):  # uvicorn's own lines carry no time: the last one before counts
-                line = b"\n".join(reversed(buf[max(0, begin - LEFT) : begin].split(b"\n")))
-            start.log.stages.append((stage, start.seconds(line)))
-            start.ready = start.ready or stage == "ready"
-
-    def apply(self, buf: bytes, begin: int, at: int, anchor: bytes) -> None:
-        """The figures and names of an anchor, by the rules that hold for it here."""
-        start = self.start
-        before, after = words.clean(buf[max(0, at - 240) : at]), words.clean(buf[at : at + 240])
-        for rule in words.RULES[anchor]:
-            right = rule.right.match(after)
-            left = rule.left.search(before) if right else None
-            if not left:
-                continue
-            groups = [*left.groups(), *right.groups()]
-            if not rule.is_figure:
-                ((name, value),) = zip(rule.names, filter(None, groups), strict=False)
-                texts = start.log.figures if name in ("architecture", "vllm_version", "model") else start.log.backends
-                texts.setdefault(name, value)
-                continue
-            label = words.LABEL.search(buf[begin:at])
-            line = words.message(buf[begin : at + RIGHT].split(b"\n", 1)[0].decode("utf-8", "replace"))
-            for name, number in zip(rule.names, groups, strict=False):
-                start.log.lines.setdefault(name, line[:1000])
-                if number is not None:
-                    start.add(name, label[1].decode("utf-8", "replace") if label else "", number)
-
-    def error(self, buf: bytes, begin: int, at: int) -> None:
-        end = buf.find(b"\n", at, at + 4096)
-        end = end if end >= 0 else min(len(buf), at + 4096)
-        if self.start.stopped or words.is_quiet(buf[begin : at + 30].decode("latin-1"), at - begin):
-            return
-        text = words.message(buf[begin:end].decode("utf-8", "replace"))
-        if not text.strip() or text.startswith((" ", "\t", "^", "Traceback", "INFO")):
-            return
-        for line in buf[end + 1 : end + 6144].decode("utf-8", "replace").split("\n")[:6]:
-            # a wrapped message goes on in lines that are no records of their own
-            other = line.lstrip().startswith(("Traceback", "File", "During", "The above", "["))
-            if len(text) < 60 or not line.strip() or other or words.RECORD.search(line):
-                break
-            text = f"{text.rstrip()} {line.strip()}"
-        errors, text = self.start.log.errors, text[:2000]
-        if text not in errors:
-            del errors[KEPT : len(errors) - KEPT + 1]  # of many the first and the last
-            errors.append(text)
+        elif anchor == COMPILED or (anchor == CACHED and start.log.compile_cached is None):
+            start.log.compile_cached = anchor == CACHED
 
     def close(self) -> None:
         self.done = [*self.done, self.start.finish()] if self.every else [self.start.finish()]
