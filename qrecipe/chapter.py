@@ -153,7 +153,7 @@ def begin(name: str, **parameters) -> Chapter:
     from IPython.display import display
 
     global _current
-    load_ahead("matplotlib.figure")
+    figures = load_ahead("matplotlib.figure", "matplotlib.backends.backend_agg")
     if _current is not None and _current._server is not None:
         _current._server.leave()
     for cell in shell().user_ns.get("In", []) if shell() else []:
@@ -168,13 +168,15 @@ def begin(name: str, **parameters) -> Chapter:
         rows["weights"] = "dummy: random numbers in the exact shape; every word that the model says is noise"
     if not os.environ.get("QRECIPE_QUIET"):
         display(table(rows, ["this chapter runs on", ""]))
+    figures.join()  # a second here, so that no later cell waits for it
     return chapter
 
 
-def load_ahead(module: str) -> None:
-    """Import a module beside what runs, so that the first figure or request of a chapter need not wait a second for it."""
-    if shell():
-        Thread(target=import_module, args=[module], daemon=True).start()
+def load_ahead(*modules: str) -> Thread:
+    """Import modules beside what runs, in a notebook, so that its first figure or request need not wait a second for them."""
+    loading = Thread(target=lambda: [import_module(m) for m in modules if shell()], daemon=True)
+    loading.start()
+    return loading
 
 
 def current(asked: str) -> Chapter:
