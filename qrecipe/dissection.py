@@ -3,8 +3,6 @@
 TTFT, ITL, TPOT, TPS as the field uses them (`vllm bench serve` has the same): n tokens, E2E up to the last token.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise

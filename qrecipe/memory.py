@@ -3,8 +3,6 @@
 KV pool = utilization × total − consumed (weights + non-torch) − peak activation, in GiB of one rank (vLLM 0.27.0).
 """
 
-from __future__ import annotations
-
 import json
 from collections import namedtuple
 from dataclasses import dataclass, field, replace

@@ -6,8 +6,6 @@ histogram has one sample per engine step, its TTFT starts when the API server ha
 tokenises), and both end inside the server: HTTP both ways is ours alone. `round_trip` measures that part by itself.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import time

@@ -6,8 +6,6 @@ monotonic clock (`time.perf_counter`), and counts tokens by the best source the 
 Not covered: audio, `best_of`, more than one prompt in a request.
 """
 
-from __future__ import annotations
-
 import gc
 import time
 import uuid

@@ -4,8 +4,6 @@ The sentences for 400, 401, 404 and 500 follow vLLM 0.27.0's own words; it sends
 or from another vendor's server.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -4,8 +4,6 @@ The order of ranks and the commands are those of vLLM 0.27.0: tensor parallelism
 deals out whole layers, data parallelism copies the engine and shares out the requests.
 """
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import dataclass
 from itertools import product

@@ -48,13 +48,7 @@ class ImageTokens:
 
 
 def image_tokens(
-    width: int,
-    height: int,
-    *,
-    patch: int = 16,
-    merge: int = 2,
-    min_pixels: int = 65_536,
-    max_pixels: int = 16_777_216,
+    width: int, height: int, *, patch: int = 16, merge: int = 2, min_pixels: int = 65_536, max_pixels: int = 16_777_216
 ) -> ImageTokens:
     """Tokens that a picture of width x height pixels takes in the prompt, exactly.
 
@@ -93,13 +87,8 @@ def processor_limits(model_dir: str | Path) -> dict[str, int]:
     file = Path(model_dir) / "preprocessor_config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-        size = config["size"]
-        return {
-            "patch": config["patch_size"],
-            "merge": config["merge_size"],
-            "min_pixels": size["shortest_edge"],
-            "max_pixels": size["longest_edge"],
-        }
+        limits = {"min_pixels": config["size"]["shortest_edge"], "max_pixels": config["size"]["longest_edge"]}
+        return {"patch": config["patch_size"], "merge": config["merge_size"], **limits}
     except (OSError, ValueError, KeyError, TypeError) as error:
         lacks = f"cannot be read for patch_size, merge_size and size ({type(error).__name__}: {error})"
         raise BadInput(f"{file} {lacks}: give the folder of a model with Qwen's picture processor.") from error
