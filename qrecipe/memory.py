@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from qrecipe import overhead
-from qrecipe.cards import Card, cards, find_card, parse_size
+from qrecipe.cards import Card, find_card, parse_size
 from qrecipe.checks import check_number, version_tuple
 from qrecipe.errors import BadInput, NotCovered, RecipeError
 from qrecipe.flags import Flags
@@ -300,16 +300,6 @@ def fitting(model: Any, **settings: Any) -> Budget:
     if not found.fits and found.flags.max_num_seqs is None and found.blocks:
         found = budget(model, **settings | {"max_num_seqs": min(found.blocks, found.max_num_seqs)})
     return found
-
-
-def smallest_card(model: Any, *, requests: float = 1.0, **settings: Any) -> Card | None:
-    """The smallest bundled card that holds `requests` full-length requests at once, if need be with fewer sequences than
-    vLLM's default; None if no card does."""
-    for card in cards():
-        found = fitting(model, **settings | {"gpu": card, "gpu_memory_gib": None, "available_kv_gib": None})
-        if found.fits and found.max_concurrency >= requests:
-            return card
-    return None
 
 
 def levers(model: Any, **settings: Any) -> list[Lever]:

@@ -12,6 +12,7 @@ from qrecipe import memory, teaching_model
 from qrecipe.cards import cards, find_card, parse_size
 from qrecipe.errors import BadInput, NotCovered
 from qrecipe.memory import JSON_KEYS, budget
+from qrecipe.scale_out import plans
 from qrecipe.shape import SHAPES as SHAPE_FILES
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -273,8 +274,9 @@ def test_calibration_reproduces_its_own_start_and_narrows_the_band():
 
 
 def test_answers():
-    assert memory.smallest_card("Qwen3.5-4B", max_model_len=32768).name == "T4"
-    assert memory.smallest_card("Qwen3.5-397B-A17B", max_model_len=32768) is None
+    smallest, *_ = plans("Qwen3.5-4B", cards=cards(), most=1, max_model_len=32768)
+    assert smallest.card.name == "T4"
+    assert plans("Qwen3.5-397B-A17B", cards=cards(), most=1, max_model_len=32768) == []
     bought = memory.levers("Qwen3.5-4B", gpu="A10", gpu_memory_utilization=0.9, max_model_len=32768)
     assert [x.tokens for x in bought] == sorted((x.tokens for x in bought), reverse=True)
     text_only = next(x for x in bought if x.flag == "--language-model-only")
