@@ -102,10 +102,7 @@ def clean(raw: bytes) -> str:
 def message(line: str) -> str:
     """The message of a log line without colours and the logger's prefix; leading blanks of it are kept."""
     text = plain(line).rstrip("\r\n")
-    if text.lstrip().startswith("{"):
-        found = re.search(r'"(?:log|msg|message)"\s*:\s*"((?:[^"\\]|\\.)*)', text)
-    else:
-        found = re.search(r'\bmsg="((?:[^"\\]|\\.)*)', text)
+    found = PATTERNS["JSON message" if text.lstrip().startswith("{") else "logfmt message"].search(text)
     if found:
         text = found[1].replace('\\"', '"').replace("\\n", "")
     return text[PATTERNS["prefix"].match(text).end() :]

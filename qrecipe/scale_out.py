@@ -97,9 +97,9 @@ def plans(
 ) -> list[Plan]:
     """Every plan on up to `most` of one of `cards` that holds `requests` requests of full length at once, fewest cards first.
 
-    The smallest plan of each kind a card, with as many copies as the need takes; with all cards and `most` 1 the first is on the
-    smallest card that does. `per_host`: cards in one host; tensor parallelism
-    never leaves a host. `settings`: as for `memory.budget`. Raises BadInput for a need that is no number above zero,
+    The smallest plan of each kind a card, with as many copies as the need takes; of all cards with `most` 1 the smallest card
+    that does comes first. `per_host`: cards in one host; tensor parallelism never leaves a host. `settings`: as for
+    `memory.budget`. Raises BadInput for a need that is no number above zero,
     and whatever `memory.budget` says when no split is possible at all.
     """
     check_number(requests, "requests", 1e-9, 10**6, float)
