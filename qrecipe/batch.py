@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -47,6 +48,16 @@ def gpu_memory(wait: float = 0.0, share: float = LLM_SHARE) -> tuple[float, floa
         return found.total / 2**30, found.free / 2**30
     except pynvml.NVMLError:
         return None
+
+
+SERVER_ONLY = re.compile(
+    "host|port|uds|headless|middleware|root_path|lora_modules|response_role|log_config_file|log_error_stack|max_log_len"
+    "|return_tokens_as_token_ids|trust_request_chat_template|exclude_tools_when_tool_choice_none"
+    "|allow_credentials|allowed_(headers|methods|origins)"
+    "|(api|ssl|uvicorn|h11|tool|chat_template|default_chat_template|cohere|fingerprint|dp_supervisor)_.*"
+    "|chat_template|data_parallel_supervisor_port|disable_(access|fastapi|uvicorn)_.*"
+    "|enable_(auto_tool|flash_late|force_include|log|offline|per_request|prompt_tokens|request_id|server_load|ssl|tokenizer_info)_.*"
+)
 
 
 class Place(NamedTuple):
@@ -121,7 +132,10 @@ class Offline:
 
 
 def extra_arguments(words: Sequence[str]) -> dict:
-    """Words of a `vllm serve` command line as arguments of LLM: --max-num-seqs 8 becomes {"max_num_seqs": 8}."""
+    """Words of a `vllm serve` command line as arguments of LLM: --max-num-seqs 8 becomes {"max_num_seqs": 8}.
+
+    What only a server has (vLLM 0.27.0's FrontendArgs: its address, its keys, its log) is left out: LLM refuses it.
+    """
     out: dict[str, Any] = {}
     for word in words:
         if word.startswith("--"):
@@ -130,7 +144,7 @@ def extra_arguments(words: Sequence[str]) -> dict:
             out[name] = _value(value) if given else True
         elif out:
             out[name] = _value(word)
-    return out
+    return {name: value for name, value in out.items() if not SERVER_ONLY.fullmatch(name)}
 
 
 def _value(word: str) -> Any:

@@ -88,6 +88,22 @@ def test_serve_words_become_arguments():
     }  # fmt: skip
 
 
+def test_what_only_a_server_has_is_no_argument_of_llm():
+    ask = (
+        "from dataclasses import fields; from vllm.engine.arg_utils import EngineArgs as E; "
+        "from vllm.entrypoints.openai.cli_args import FrontendArgs as F; "
+        "e, f = ({a.name for a in fields(c)} for c in (E, F)); print('\\n', *e, '\\n', *(f - e))"
+    )
+    told = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout
+    engine, server = (line.split() for line in told.splitlines()[-2:])
+    assert "middleware" in server and len(engine) > 100
+
+    def kept(names):
+        return set(extra_arguments([f"--{n.replace('_', '-')}=1" for n in names]))
+
+    assert kept(server) == set() and kept(engine) == set(engine)
+
+
 def script(folder: Path, work: str) -> Path:
     """A script that speaks as chapter 07's does, without an LLM."""
     path = folder / "script.py"
