@@ -414,7 +414,7 @@ def test_the_command_s_exit_code_tells_a_broken_stream_and_bad_input(monkeypatch
     (tmp_path / "a.png").write_text("no picture")
     for words, said in [
         (["--image", str(tmp_path / "a.png")], "not a picture"),
-        (["--max-tokens", "0"], "max_tokens is 0"),
+        (["--max-tokens", "0"], "--max-tokens is 0"),
     ]:
         code, _, err = command_line(monkeypatch, capsys, "--url", "http://127.0.0.1:9/v1", "--model", "m", *words)
         assert code == 2 and said in err and len(err.splitlines()) == 1
