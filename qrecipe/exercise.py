@@ -1,12 +1,13 @@
 """Exercises that check an answer: `check("1.1", answer, ...)` in a notebook cell; what is asked stands above that cell.
 
 data/exercises.toml holds the rest, so that no cell gives its solution away. Three kinds:
-number  a quantity in any unit, held against `right` (a law, or what the reader measured) within `tolerance`; a wrong one
-        is told by how much, and which of `mistakes` (value, what it says) it looks like. One nearer to a mistake than to
-        `right` is wrong within the tolerance too, unless it is `right` as far as it was written, or a `guess` is asked for
+number  a quantity in any unit: right within `tolerance` of `right` (a law, or what the reader measured), or where it is
+        `right` rounded to two digits or more, or down to a `whole` number. A wrong one is told by how much, and which of
+        `mistakes` (value, what it says) it looks like; a mistake within the tolerance cannot be told from `right`
 choose  a letter; each wrong one has its reason
 change  a dict or a text that `effect` (a function of the notebook) puts to work; `fails` (condition, what it says) looks
-        at what came of it
+        at what came of it. What is not as `expects` (condition, what is expected), or is refused, costs no try
+`recorded` holds what the notebook passes, where that is the same for every reader; `key` is for the teacher, where it is not.
 The TOML's expressions and texts ({...} as in an f-string) see the keyword arguments of `check`, `right` and `answer`.
 After the second wrong try comes a hint, after the third the worked solution. Nothing typed passes quietly.
 """
@@ -14,6 +15,7 @@ After the second wrong try comes a hint, after the third the worked solution. No
 import functools
 import json
 import math
+import re
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from . import chapter as running
-from .errors import BadInput
+from .errors import BadInput, RecipeError
 from .paths import read_record, runs_dir, writable, write_whole
 from .show_table import Table, escape
 from .units import Quantity, convert, quantity, unit_of
@@ -33,6 +35,7 @@ TRIES = 3  # the wrong try after which the solution is shown
 SLIPS = {  # kind of unit -> (factor of the slip, what it says); for every number of that kind
     "memory": [(8.0, "Eight times: that counts bits; a byte has 8 bits."), (1 / 8, "An eighth: bits were taken for bytes; a byte has 8 bits.")],
     "time": [(1000.0, "A thousand times: ms and s are mixed up."), (1e-3, "A thousandth: ms and s are mixed up.")],
+    "count": [(1e-3, "A thousandth: if the dot stands for thousands, write 1,234 or 1234.")],
     "share": [(100.0, "A hundred times: share and percent are mixed up."), (0.01, "That is the share; in percent it is 100 times that.")],
 }  # fmt: skip
 for n, p in enumerate("KMG", 1):  # a unit of 2¹⁰ and its twin of 10³; asked is what the reader wrote
@@ -84,7 +87,7 @@ def check(name: str, answer: Any = None, effect: Callable | None = None, **value
     told = Told("open", (f"Exercise {name}: not answered yet.",))
     for one in answers:
         if one not in nothing:
-            told = _try(name, tried, one, effect, {"ceil": math.ceil} | values)
+            told = _try(name, tried, one, effect, {"ceil": math.ceil, "fullmatch": re.fullmatch} | values)
     if done := {n: e for n, e in chapter.exercises.items() if e["tries"]}:
         file = _folder() / f"{chapter.name}.json"
         write_whole(file, json.dumps(read_record(file) | done, indent=1, ensure_ascii=False) + "\n")
@@ -92,7 +95,7 @@ def check(name: str, answer: Any = None, effect: Callable | None = None, **value
 
 
 def _try(name: str, tried: dict, answer: Any, effect: Callable | None, env: dict) -> Told:
-    """One answer judged and remembered; the same one again is no new try."""
+    """One answer judged and remembered; the same one again is no new try, nor is any after the right one."""
     spec = book()[name]
     if "right" in spec and (right := evaluate(spec["right"], env)) is None:
         missing = spec.get("missing", "it was not measured.")
@@ -102,13 +105,16 @@ def _try(name: str, tried: dict, answer: Any, effect: Callable | None, env: dict
         good, says = {"number": _number, "choose": _choose, "change": _change}[spec["kind"]](spec, answer, effect, env)
     except BadInput as why:  # not readable, not judged
         return Told("open", (f"Exercise {name}: {why}",))
-    if str(answer) not in tried["tries"]:
+    done = tried["state"] == "right"
+    if not done and str(answer) not in tried["tries"]:
         tried["tries"].append(str(answer))
     if good:
         tried["state"] = "right"
         more = [say(spec["why"], env)] if "why" in spec else []
         return Told("right", (f"Exercise {name}: right.", says, *more))
-    tried["state"] = "right" if tried["state"] == "right" else "wrong"
+    if done:
+        return Told("wrong", (f"Exercise {name}: not this; an answer before was right.", says))
+    tried["state"] = "wrong"
     wrong = len(tried["tries"])
     helps = ("hint", "solution")[: max(0, wrong - TRIES + 2)]
     more = [f"{key.capitalize()}: {say(spec[key], env)}" for key in helps]
@@ -132,14 +138,30 @@ def _number(spec: dict, answer: Any, effect: None, env: dict) -> tuple[bool, str
     exact = Quantity(short, *unit_of(asked))
     slips = [(evaluate(expression, env), says) for expression, says in spec.get("mistakes", [])]
     slips += [(right * factor, says) for key in (exact.kind, yours.unit) for factor, says in SLIPS.get(key, [])]
-    near = [(abs(value / slip - 1), slip, says) for slip, says in slips if slip]
+    slips = [one for one in slips if one[0] and abs(one[0] / right - 1) > spec["tolerance"]]
+    near = [(abs(value / slip - 1), slip, says) for slip, says in slips]
     distance, slip, says = min(near, key=lambda one: one[0], default=(1, math.inf, ""))
-    off, last = abs(value - right), convert(replace(yours, value=_last_digit(yours.value)), asked)
-    surely = spec.get("guess") or off <= last / 2 or off <= abs(value - slip)
-    if surely and off <= (spec["tolerance"] + 1e-9) * (abs(right) or 1):
+    unit = convert(replace(yours, value=1.0), asked)
+    off, last = abs(value - right), _last_digit(yours.value) * unit
+
+    def rounded(what: float, digits: int) -> bool:
+        return math.isclose(float(f"{what / unit:.{digits}g}"), yours.value)
+
+    good = off <= (spec["tolerance"] + 1e-9) * (abs(right) or 1) and (off <= last / 2 or off <= abs(value - slip))
+    good |= "whole" in spec and yours.value == math.floor(right)
+    if not isinstance(right, int):
+        others = [one[0] for one in slips if abs(one[0] / right - 1) > 0.01]
+        good |= any(rounded(right, n) and not any(rounded(other, n) for other in others) for n in range(2, 7))
+    if good:
         same = "" if yours.unit in (exact.unit, "") else f" are {Quantity(float(f'{value:.4g}'), *unit_of(asked))}"
         return True, f"{yours}{same}" + (f"; exactly {exact}." if abs(value - short) > abs(right) / 2000 else ".")
-    likely = " " + say(says, env) if distance <= max(0.01, min(spec["tolerance"], 0.05)) else ""
+    likely = ""
+    if distance <= max(0.01, min(spec["tolerance"], 0.05)):
+        likely = " " + say(says, env)
+    elif "whole" in spec and yours.value == math.ceil(right):
+        likely = " The last of them does not fit whole: round down."
+    elif rounded(right, 1):
+        likely = " That is rounded to one digit: give two or more."
     return False, f"{yours} is {_by_how_much(value, right)}.{likely}"
 
 
@@ -160,9 +182,9 @@ def _by_how_much(value: float, right: float) -> str:
 
 
 def _choose(spec: dict, answer: Any, effect: None, env: dict) -> tuple[bool, str]:
-    letters, said = spec["options"], str(answer).strip(" ().").lower()
-    if said not in letters:
-        raise BadInput(f"{answer!r} is none of {', '.join(letters)}")
+    letters, found = spec["options"], re.fullmatch(r"\W*([a-z])(\W*|[).:].*)", str(answer).lower(), re.S)
+    if not found or (said := found[1]) not in letters:
+        raise BadInput(f"{answer!r} is none of the letters {', '.join(letters)}; one of them is expected")
     return said == env["right"], f"{said}: {say(letters[said], env | {'answer': said})}"
 
 
@@ -170,16 +192,23 @@ def _change(spec: dict, answer: Any, effect: Callable, env: dict) -> tuple[bool,
     kind = {"dict": dict, "text": str}[spec["answer"]]
     if not isinstance(answer, kind):
         raise BadInput(f"{answer!r}: {'a dict' if kind is dict else 'a text'} such as {spec['example']} is expected")
+    if kind is dict:  # flags as they are typed in a terminal
+        answer = {str(name).lstrip("-").replace("-", "_"): value for name, value in answer.items()}
     env["answer"] = answer
+    holds, expected = spec["expects"]
+    unlike = BadInput(f"{answer!r} cannot be used here; {expected} expected")
     try:
+        if not evaluate(holds, env):
+            raise unlike
         if slip := _first(spec.get("slips", []), env):  # to be seen in the answer alone
             return False, slip
         env["effect"] = effect(answer)
-    except Exception as why:  # whatever the reader's change does to a server or a library is told to him
-        env["why"] = " ".join(str(why).split())[:300] or type(why).__name__
-        return False, say(spec.get("refused", "It was refused: {why}"), env)
-    failed = _first(spec["fails"], env)
-    return not failed, failed or say(spec["proof"], env)
+        failed = _first(spec["fails"], env)
+        return not failed, failed or say(spec["proof"], env)
+    except RecipeError as why:
+        raise (why if why is unlike else BadInput(f"{answer!r}: {why}")) from None
+    except Exception:  # what a library says of it is no sentence for a reader
+        raise (BadInput(spec["refused"]) if "refused" in spec else unlike) from None
 
 
 def _first(told: list, env: dict) -> str:

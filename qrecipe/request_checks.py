@@ -60,6 +60,12 @@ def explain(error: Exception, client: Any, model: str) -> RequestFailed:
     return error if isinstance(error, RequestFailed) else RequestFailed(_sentence(error, client, model))
 
 
+def refusal(reply: Any) -> RequestFailed:
+    """One sentence for a reply (httpx) by which the server refused a request."""
+    said = _said(RequestFailed(reply.json()["error"]["message"]))
+    return RequestFailed(_refused(said, reply.status_code))
+
+
 def _sentence(error: Exception, client: Any, model: str) -> str:
     base, said, name = str(client.base_url).rstrip("/"), _said(error), type(error).__name__
     status, cause = getattr(error, "status_code", None) or 0, error.__cause__ or error

@@ -10,7 +10,7 @@ from .errors import BadInput
 KINDS = json.loads((Path(__file__).parent / "data" / "units.json").read_text(encoding="utf-8"))  # kind: unit: its size
 del KINDS["about"]
 SCALES = {"k": 1e3, "thousand": 1e3, "M": 1e6, "million": 1e6, "billion": 1e9}
-NUMBER = re.compile(r"\s*(?:~|≈|about\s)?\s*([+-]?(?:\d[\d,_' ]*)?\.?\d+(?:e[+-]?\d+)?)\s*(.*?)\s*\.?", re.I | re.S)
+NUMBER = re.compile(r"\s*(?:~|≈|about\s)?\s*([+-]?(?:\d[\d,_' ]*)?\.?\d+(?:e[+-]?\d+)?)\s*(.*?)[\s.!]*", re.I | re.S)
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,11 @@ def quantity(written: object, asked: str) -> Quantity:
     if not match:
         raise BadInput(f"{written!r} is no number; one such as {f'8.5 {asked}'.strip()!r} is expected")
     value, word, wanted = float(re.sub(r"[,_' ]", "", match[1])), match[2], unit_of(asked)[1]
+    if re.search(r"[*/+^-]\s*\(?\d", word):
+        raise BadInput(
+            f"{written!r} is a calculation; its result is expected (Python works it out where no quotes are)"
+        )
+    word = re.split(r"\s(?:of|for|each|at|in)\b", word)[0]
     if wanted == "count" and word.split(" ")[0] in SCALES:  # "2.9 million tokens"
         scale, _, word = word.partition(" ")
         value *= SCALES[scale]

@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import secrets
 import time
 from contextlib import suppress
@@ -74,30 +73,32 @@ def reset(seat: int, runs: str | Path = "") -> list[str]:
     return [file.stem for file in files]
 
 
-def write_key(path: Path) -> Path:
-    """Write every exercise's hint and worked solution as Markdown; a figure that needs the reader's own run stays in braces."""
-    from .exercise import book, evaluate, say
-    from .memory import budget
+def recorded_values(spec: dict) -> dict:
+    """What the notebook passes to an exercise's check where that is the same for every reader, and `right` where it follows."""
+    from .exercise import evaluate
+    from .log_source import recorded
+    from .memory import budget, longest_of
     from .shape import load_shape
+    from .startup_log import read_log
+    from .vision import image_tokens
 
-    shape = load_shape("Qwen3.5-4B")
-    plan = budget(shape, gpu="RTX 4090", max_model_len=4096)
-    lines = ["# Answer key", "", "What stands in {braces} is computed from each reader's own run.", ""]
+    env = {"shape": load_shape("Qwen3.5-4B"), "budget": budget, "longest_of": longest_of, "image_tokens": image_tokens}
+    env["log"] = lambda name: read_log(recorded(name))
+    values = {name: evaluate(text, env) for name, text in spec.get("recorded", {}).items()}
+    if "right" in spec and "key" not in spec:
+        values["right"] = evaluate(spec["right"], values | {"ceil": math.ceil})
+    return values
+
+
+def write_key(path: Path) -> Path:
+    """Write every exercise's hint and worked solution as Markdown; one that needs the student's own run says so in words."""
+    from .exercise import book, say
+
+    lines = ["# Answer key", ""]
     for name, spec in book().items():
-        env = {"shape": shape, "budget": plan, "plan": plan, "ceil": math.ceil}
-        with suppress(Exception):
-            env["right"] = evaluate(spec["right"], env)
-
-        def filled(found: re.Match, env: dict = env) -> str:
-            with suppress(Exception):
-                return say(found[0], env)
-            return found[0]
-
-        lines += [f"## {name} {spec.get('title', '')}", ""]
-        for key in ("hint", "solution"):
-            text = re.sub(r"\{[^{}]+\}", filled, " ".join(spec.get(key, "").split()))
-            text = text.replace("{{", "{").replace("}}", "}")
-            lines += [f"**{key.capitalize()}.** {text}", ""] if text else []
+        env = recorded_values(spec) | {"ceil": math.ceil}
+        lines += [f"## {name} {spec['title']}", "", f"**Hint.** {say(spec['hint'], env)}", ""]
+        lines += [f"**Solution.** {spec.get('key') or say(spec['solution'], env)}", ""]
     write_whole(path, "\n".join(lines), mode=0o600)
     return path
 
