@@ -139,7 +139,9 @@ def _number(spec: dict, answer: Any, effect: None, env: dict) -> tuple[bool, str
     slips = [(evaluate(expression, env), says) for expression, says in spec.get("mistakes", [])]
     slips += [(right * factor, says) for key in (exact.kind, yours.unit) for factor, says in SLIPS.get(key, [])]
     slips = [one for one in slips if one[0] and abs(one[0] / right - 1) > spec["tolerance"]]
-    near = [(abs(value / slip - 1), slip, says) for slip, says in slips]
+    twin = yours.unit.replace("i", "") == exact.unit.replace("i", "")  # a number for GiB may have been written with GB
+    heard = {value, yours.value} if twin else {value}
+    near = [(abs(one / slip - 1), slip, says) for slip, says in slips for one in heard]
     distance, slip, says = min(near, key=lambda one: one[0], default=(1, math.inf, ""))
     unit = convert(replace(yours, value=1.0), asked)
     off, last = abs(value - right), _last_digit(yours.value) * unit
@@ -160,7 +162,7 @@ def _number(spec: dict, answer: Any, effect: None, env: dict) -> tuple[bool, str
         likely = " " + say(says, env)
     elif "whole" in spec and yours.value == math.ceil(right):
         likely = " The last of them does not fit whole: round down."
-    elif rounded(right, 1):
+    elif rounded(right, 1) and abs(value / right - 1) < 0.15:
         likely = " That is rounded to one digit: give two or more."
     return False, f"{yours} is {_by_how_much(value, right)}.{likely}"
 
