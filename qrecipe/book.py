@@ -124,6 +124,8 @@ def run_book(
                 explain(v, serving.read_state(held) if held else {})
             where = f"cell {v.cell or '?'}: " if v.status == "failed" else ""
             say(f"{v.name}: {v.status}, {v.seconds:.0f} s" + (f" - {where}{v.reason}" if v.reason else ""))
+            if v.exercises:
+                say(f"  exercises: {v.exercises}")
     finally:
         if held:
             serving.leave(held, wait=60)

@@ -248,7 +248,8 @@ def card() -> Any:
 
 
 def summary() -> dict[str, Any]:
-    """For the chapter's JSON: how many exercises it has, and those that were answered."""
-    done = running.current("summary").exercises
+    """For the chapter's JSON: how many exercises it has, and those that were answered (open: not in a way that can be judged)."""
+    chapter = running.current("summary")
+    done, given = chapter.exercises, chapter.parameters.get("answers", {})
     right = sum(e["state"] == "right" for e in done.values())
-    return {"of": len(done), "right": right, "answered": {n: e for n, e in done.items() if e["tries"]}}
+    return {"of": len(done), "right": right, "answered": {n: e for n, e in done.items() if e["tries"] or n in given}}

@@ -30,6 +30,7 @@ class Verdict:
     mend: str = ""
     log_tail: str = ""  # the server log's last lines when the chapter failed
     measured: dict = field(default_factory=dict)
+    exercises: str = ""  # how its answers to the exercises were judged, where any were given
 
 
 def judge(executed: Path, record: Path, exit_code: int | None) -> Verdict:
@@ -50,6 +51,7 @@ def judge(executed: Path, record: Path, exit_code: int | None) -> Verdict:
     printed = "".join(o.get("text", "") for c in code for o in c.outputs if o.output_type == "stream").splitlines()
     unrun = [c for c in code if c.execution_count is None]
     skipped = SKIPPED.format(name=executed.stem) in printed and told.get("status") == "skipped"
+    verdict.exercises = answered(told.get("exercises"))
     checks = [
         (unrun, f"{len(unrun)} of {len(code)} cells were not run (the kernel died or a limit was reached)"),
         (exit_code == DEAD, "the kernel died"),
@@ -66,6 +68,16 @@ def judge(executed: Path, record: Path, exit_code: int | None) -> Verdict:
         verdict.status, verdict.measured = ("skipped" if skipped else "passed"), told["measured"]
         verdict.reason = told.get("why", "") if skipped else ""
     return verdict
+
+
+def answered(told: dict | None) -> str:
+    """How a chapter's answers were judged, as "1 right, 1 wrong (2.1)"; "" where none was given."""
+    states: dict[str, list[str]] = {}
+    for number, one in (told or {}).get("answered", {}).items():
+        states.setdefault(one["state"], []).append(number)
+    words = {"right": "right", "wrong": "wrong", "open": "not judged"}
+    named = ((word, states[state]) for state, word in words.items() if state in states)
+    return ", ".join(f"{len(ns)} {word}" + (f" ({', '.join(ns)})" if word != "right" else "") for word, ns in named)
 
 
 def plain(text: str) -> str:

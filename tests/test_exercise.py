@@ -18,6 +18,7 @@ from qrecipe import chapter as running
 from qrecipe import exercise, layers
 from qrecipe.chapter import Chapter
 from qrecipe.errors import BadInput, RequestFailed
+from qrecipe.judge import answered
 from qrecipe.log_source import recorded
 from qrecipe.memory import longest_of
 from qrecipe.units import KINDS, convert, quantity
@@ -354,6 +355,14 @@ def test_the_card_counts_the_chapter_and_the_book(begin, monkeypatch):
     exercise.check("2.2", "c")
     assert f"2 of {len(exercise.book())} exercises" in repr(exercise.card())
     assert exercise.summary()["right"] == 1
+
+
+def test_a_run_says_how_answers_were_judged(begin):
+    begin(**{"1.1": "9 GiB", "1.2": "8.455 GiB", "1.3": "much"})
+    for number in ("1.1", "1.2", "1.3", "1.4"):
+        exercise.check(number, "", **VALUES[number])
+    assert answered(exercise.summary()) == "1 right, 1 wrong (1.1), 1 not judged (1.3)"
+    assert answered({"of": 4, "right": 0, "answered": {}}) == answered(None) == ""
 
 
 def test_a_verdict_is_escaped(begin):

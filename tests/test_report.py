@@ -54,4 +54,11 @@ def test_a_log_cannot_break_out_of_the_summary(tmp_path, run):
     text = write_page(tmp_path, "summary.md", run=run).read_bytes().decode("utf-8", "replace")
     fenced = text.split("`````text\n")
     assert len(fenced) == 4 and all("`````" in part for part in fenced[1:])
-    assert "| 04_y | passed | 2 |" in text
+    assert "| 04_y | passed | 2 |" in text and "exercises:" not in text
+
+
+def test_the_summary_says_how_answers_were_judged(tmp_path, run):
+    for chapter, told in zip(run["chapters"], ("1 right, 1 wrong (2.1)", "", "2 right"), strict=True):
+        chapter["exercises"] = told
+    text = write_page(tmp_path, "summary.md", run=run).read_bytes().decode("utf-8", "replace")
+    assert "\n\n03_x, exercises: 1 right, 1 wrong (2.1)\n05_z, exercises: 2 right\n\n" in text
