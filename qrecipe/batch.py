@@ -14,6 +14,10 @@ from .errors import RequestFailed, ServerFailed
 
 LLM_SHARE = 0.92  # of the GPU's memory: the default of vLLM 0.27.0's LLM class
 START_LIMIT = 1200.0  # seconds that the LLM may take to start
+ATTACHED = (
+    "base_url names a server, so nothing is started here, and LLM would be an engine of its own: run this chapter without "
+    "base_url, or give it the folder of a model as parameter model"
+)
 
 
 def no_room(memory: tuple[float, float] | None, share: float = LLM_SHARE) -> str | None:
@@ -69,21 +73,17 @@ class Place(NamedTuple):
 
 
 def place(chapter: Any, share: float = LLM_SHARE) -> Place:
-    """Whether LLM can run here beside what runs already: the GPU must have room, an attached server's model be at hand."""
+    """Whether LLM can run here beside what runs already: the GPU must have room, and with `base_url` a model be asked for."""
     from .layers import choose_engine, gather
 
-    engine, asked, attached = chapter.engine, chapter.parameters.get("model", "auto"), chapter.engine == "attached"
-    if attached:
+    engine, asked = chapter.engine, chapter.parameters.get("model", "auto")
+    if engine == "attached":
         engine, _ = choose_engine(gather(), chapter.parameters.get("engine", "auto"))
+        if not Path(asked).is_dir():
+            return Place(engine, asked, ATTACHED)
     if engine == "gpu" and (why := no_room(gpu_memory(wait=20, share=share), share)):
         return Place(engine, "", why)
-    model = asked if attached and asked != "auto" else chapter.model_dir
-    if not attached or Path(model).is_dir():
-        return Place(engine, model, None)
-    why = (
-        f"the attached server's model {model} is no folder on this machine, and LLM must load one: give its folder as "
-    )
-    return Place(engine, model, why + "parameter model, or run this chapter without base_url")
+    return Place(engine, asked if chapter.engine == "attached" else chapter.model_dir, None)
 
 
 class Offline:

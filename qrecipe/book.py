@@ -60,13 +60,13 @@ def sort_parameters(notebooks: list[Path], given: dict) -> dict[Path, dict]:
     """What of the given parameters each notebook gets; a name that none of them has, or a value of another type, is refused."""
     known = {p: known_parameters(p) for p in notebooks}
     check_names(given, set().union(*known.values()), "the chosen chapters have")
-    check_values(given)
     for defaults in known.values():
         for name in given.keys() & defaults.keys():
             wanted, value = type(defaults[name]), given[name]
             if not isinstance(value, wanted) and not (wanted is float and isinstance(value, int)):
                 expected = f"expected {wanted.__name__}, as in its default {defaults[name]!r}"
                 raise BadInput(f"parameter {name}={value!r}: {expected}")
+        check_values(defaults | {k: v for k, v in given.items() if k in defaults})
     return {p: {k: v for k, v in given.items() if k in known[p]} for p in notebooks}
 
 

@@ -37,10 +37,21 @@ LIMITS = {
     "utilization": (0.01, 1, float),
     "seats": (1, 200),
     "cap": (16, 10**6),
+    "max_model_len": (16, 10**8),
+    "watch_seconds": (0, 10**5, float),
+    "reset_seat": (0, 200),
     "rounds": (0, 10**4),
 }
 LIMITS |= dict.fromkeys(("max_tokens", "input_len", "output_len", "need_len", "need_requests"), (1, 10**8))
 LIMITS |= dict.fromkeys(("most_cards", "cards_a_host"), (1, 10**4))
+ORDERED = (
+    (
+        "cap",
+        "max_model_len",
+        "the longest answer must be shorter than the longest request, which holds the prompt as well",
+    ),
+    ("reset_seat", "seats", "a seat from 1 to seats is expected, or 0 for none"),
+)
 _current: "Chapter | None" = None
 
 
@@ -216,6 +227,12 @@ def check_values(parameters: dict) -> None:
     for name, limits in LIMITS.items():
         if name in parameters:
             check_number(parameters[name], name, *limits)
+    for low, high, why in ORDERED:
+        if low in parameters and high in parameters and not parameters[low] <= parameters[high] - (low == "cap"):
+            raise BadInput(f"{low} is {parameters[low]} and {high} {parameters[high]}: {why}")
+    lengths = parameters.get("prompt_lengths", [1])
+    for length in lengths if lengths and isinstance(lengths, list) else [lengths]:
+        check_number(length, "each of prompt_lengths", 1, 10**8)
     if "answers" in parameters:
         from .exercise import check_answers
 

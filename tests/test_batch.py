@@ -41,14 +41,16 @@ def test_an_llm_has_room_on_an_idle_gpu_and_none_beside_a_server():
     ("gpu", {}, (24.0, 23.9), None),
     ("gpu", {}, (24.0, 2.0), "2.0 GiB are free"),
     ("cpu", {}, None, None),
-    ("attached", {"base_url": "http://127.0.0.1:9/v1"}, (24.0, 2.0), "2.0 GiB are free"),
-    ("attached", {"base_url": "http://127.0.0.1:9/v1"}, (24.0, 23.9), "no folder on this machine"),
+    ("attached", {"model": str(ROOT)}, (24.0, 2.0), "2.0 GiB are free"),
+    ("attached", {"model": str(ROOT)}, (24.0, 23.9), None),
+    ("attached", {"model": "far/away"}, (24.0, 23.9), "base_url names a server"),
+    ("attached", {}, None, "base_url names a server"),
 ])  # fmt: skip
 def test_where_an_llm_can_run(monkeypatch, engine, parameters, memory, why):
     monkeypatch.setattr(batch, "gpu_memory", lambda **_: memory)
     monkeypatch.setattr(layers, "choose_engine", lambda facts, asked: ("gpu" if memory else "cpu", "stub"))
     chapter = Chapter("07_offline_inference", engine, "", parameters, "", {})
-    chapter.model_dir = "far/away" if engine == "attached" else str(ROOT)
+    chapter.model_dir = str(ROOT)  # also that of a server at base_url on this very machine
     found = place(chapter)
     assert (why is None and found.why_not is None) or why in found.why_not
     assert found.engine == ("gpu" if memory else "cpu")
@@ -70,7 +72,8 @@ def test_beside_a_server_on_the_gpu_chapter_07_is_skipped_and_says_why(tmp_path,
         parameters = {"base_url": url} if attached else {}
         verdict = run_chapter(tmp_path / "07_offline_inference.ipynb", parameters, out, 60, 120, None)
     assert (verdict.status, verdict.measured) == ("skipped", {})
-    assert "1.5 GiB are free" in verdict.reason and "qrecipe stop" in verdict.reason
+    why = "base_url names a server, so nothing is started here" if attached else "1.5 GiB are free"
+    assert why in verdict.reason and ("without base_url" if attached else "qrecipe stop") in verdict.reason
     assert not list(out.glob("*.py")) and asked == []
 
 

@@ -150,6 +150,22 @@ def test_parameters_are_refused_before_anything_starts(tmp_path):
             sort_parameters([one, two], given)
 
 
+@pytest.mark.parametrize(
+    "name, given, words",
+    [
+        ("workshop", {"cap": 9000}, "cap is 9000 and max_model_len 8192: the longest answer must be shorter"),
+        ("workshop", {"max_model_len": 1024}, "cap is 1024 and max_model_len 1024"),
+        ("workshop", {"reset_seat": 31}, "reset_seat is 31 and seats 30: a seat from 1 to seats"),
+        ("workshop", {"watch_seconds": -1}, "watch_seconds is -1"),
+        ("05", {"prompt_lengths": []}, r"prompt_lengths is \[\]"),
+        ("05", {"prompt_lengths": [64, "long"]}, "each of prompt_lengths is 'long'"),
+    ],
+)
+def test_what_a_chapter_cannot_work_with_is_refused_against_its_own_defaults(name, given, words):
+    with pytest.raises(BadInput, match=words):
+        sort_parameters(find_notebooks([name]), given)
+
+
 def test_notebooks_are_found_by_number_name_and_path():
     assert [p.stem for p in find_notebooks(["03", "03_serve.ipynb", "notebooks/03_serve.ipynb"])] == ["03_serve"]
     with pytest.raises(BadInput, match="no notebook '99': there are 01_"):
