@@ -90,6 +90,8 @@ def run_book(
     A failing chapter does not hide the others. Whatever ends this, the server is stopped and the report is written;
     with `publish_in` also a copy there that names no machine. `note` is kept in run.json: what its facts do not tell.
     """
+    if url := parameters.get("base_url") or os.environ.get("QRECIPE_BASE_URL"):
+        parameters = parameters | {"base_url": url}
     notebooks = find_notebooks(names)
     shares = sort_parameters(notebooks, parameters)
     stage = open_chapter("run", {"weights": "real"} | parameters)

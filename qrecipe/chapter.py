@@ -170,6 +170,10 @@ def begin(name: str, **parameters) -> Chapter:
     for cell in shell().user_ns.get("In", []) if shell() else []:
         if cell.lstrip().startswith("# Parameters"):  # papermill itself only warns of a name that it does not find
             check_names(assigned(cell).keys() - set(INJECTED), parameters.keys(), "this chapter has")
+    if not parameters.get("base_url") and (url := os.environ.get("QRECIPE_BASE_URL")):
+        parameters["base_url"] = url
+        if shell():
+            shell().user_ns["base_url"] = url  # as if it stood in the cell of the parameters
     _current = chapter = open_chapter(name, parameters)
     if parameters.get("base_url"):
         chapter.server()

@@ -56,7 +56,7 @@ def test_where_an_llm_can_run(monkeypatch, engine, parameters, memory, why):
     assert found.engine == ("gpu" if memory else "cpu")
 
 
-@pytest.mark.parametrize("attached", [False, True], ids=["its own server", "an attached server"])
+@pytest.mark.parametrize("attached", ["", "parameter", "environment"])
 def test_beside_a_server_on_the_gpu_chapter_07_is_skipped_and_says_why(tmp_path, attached):
     nb = nbformat.read(ROOT / "notebooks" / "07_offline_inference.ipynb", 4)
     stub = (
@@ -69,8 +69,9 @@ def test_beside_a_server_on_the_gpu_chapter_07_is_skipped_and_says_why(tmp_path,
     out = tmp_path / "out"
     out.mkdir()
     with replay(models=("qwen3.5-4b",)) as (url, asked):
-        parameters = {"base_url": url} if attached else {}
-        verdict = run_chapter(tmp_path / "07_offline_inference.ipynb", parameters, out, 60, 120, None)
+        parameters = {"base_url": url} if attached == "parameter" else {}
+        env = {"QRECIPE_BASE_URL": url if attached == "environment" else ""}
+        verdict = run_chapter(tmp_path / "07_offline_inference.ipynb", parameters, out, 60, 120, env)
     assert (verdict.status, verdict.measured) == ("skipped", {})
     why = "base_url names a server, so nothing is started here" if attached else "1.5 GiB are free"
     assert why in verdict.reason and ("without base_url" if attached else "qrecipe stop") in verdict.reason
