@@ -113,6 +113,8 @@ def check_image(source: str | Path | bytes | Image) -> Image:
             if getattr(picture, "is_animated", False):
                 raise BadInput(f"{name} has {picture.n_frames} frames: send one of them as a still picture.")
             _check_aspect(*picture.size, name)
+            if picture.width * picture.height > (pil.MAX_IMAGE_PIXELS or math.inf):  # one made or opened by the caller
+                raise pil.DecompressionBombError
             picture.load()
             picture = ImageOps.exif_transpose(picture)
             if picture.has_transparency_data:

@@ -136,6 +136,13 @@ def test_pictures_that_are_refused(data, words):
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_picture_made_by_the_caller_has_the_same_limit(monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    assert check_image(Image.new("RGB", (40, 25))).size == (40, 25)
+    with pytest.raises(BadInput, match="more than 1000 pixels"):
+        check_image(Image.new("RGB", (40, 26)))
+
+
 def test_files_are_named_in_the_refusal(tmp_path):
     empty = tmp_path / "empty.png"
     empty.touch()
