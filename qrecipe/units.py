@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 from .errors import BadInput
@@ -45,9 +46,10 @@ def quantity(written: object, asked: str) -> Quantity:
     text = str(written) if type(written) in (int, float, str) else ""
     text = re.sub(r"^(\D*\d+),(\d{1,2}|\d{4,})(?=\D*$)", r"\1.\2", text)  # a decimal comma
     match = NUMBER.fullmatch(text)
-    if not match:
-        raise BadInput(f"{written!r} is no number; one such as {f'8.5 {asked}'.strip()!r} is expected")
-    value, word, wanted = float(re.sub(r"[,_' ]", "", match[1])), match[2], unit_of(asked)[1]
+    value = float(re.sub(r"[,_' ]", "", match[1])) if match else inf
+    if value in (inf, -inf):
+        raise BadInput(f"{written!r} is no number; one such as {f'0.25 {asked}'.strip()!r} is expected")
+    word, wanted = match[2], unit_of(asked)[1]
     if re.search(r"[*/+^-]\s*\(?\d", word):
         raise BadInput(
             f"{written!r} is a calculation; its result is expected (Python works it out where no quotes are)"

@@ -204,6 +204,13 @@ def test_the_example_in_a_cell_can_be_read_and_is_not_right(number, example, beg
         assert exercise.check(number, example, **values).state == "wrong"
 
 
+@pytest.mark.parametrize("number", NUMBERS)
+def test_the_example_in_a_refusal_is_not_right(number, begin):
+    told = exercise.check(number, "1e999", **VALUES[number])
+    assert told.state == "open"
+    assert exercise.check(number, re.search(r"such as '(.+?)'", told.lines[0])[1], **VALUES[number]).state == "wrong"
+
+
 def test_every_exercise_but_letters_has_an_example_in_its_cell():
     assert {n for n, e in exercise.book().items() if e["kind"] != "choose"} - {n for n, _ in EXAMPLES} <= {"1.2", "1.3"}
 
