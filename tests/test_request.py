@@ -3,12 +3,14 @@
 import json
 import math
 
+import httpx
 import pytest
 from openai import OpenAI
 from replay import Reply, chunk, error, replay, sse
 
 from qrecipe.errors import BadInput, RequestFailed
 from qrecipe.request import dissect
+from qrecipe.request_checks import refusal
 
 ASK = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
 USAGE = (26, 4)
@@ -420,3 +422,16 @@ def test_the_command_s_exit_code_tells_a_broken_stream_and_bad_input(monkeypatch
         assert code == 2 and said in err and len(err.splitlines()) == 1
     code, _, err = command_line(monkeypatch, capsys, "--url", "http://127.0.0.1:9/v1")
     assert code == 2 and "no server answers" in err
+
+
+@pytest.mark.parametrize(
+    "message, said",
+    [
+        ("1 validation error:\n  {'type': 'int_parsing', 'loc': ('body', 'max_tokens'), 'msg': 'Input should be a valid integer', 'input': 'five'}",
+         "the server refused max_tokens: Input should be a valid integer."),
+        ("1 validation error:\n  {'type': 'x', 'loc': ('body', 'stop', 'str'), 'msg': \"it's no text\", 'input': 5}", "the server refused stop: it's no text."),
+        ("max_tokens must be at least 1, got -1.", "the server refused the request (400): max_tokens must be at least 1, got -1."),
+    ],
+)  # fmt: skip
+def test_a_refused_reply_is_one_sentence(message, said):
+    assert str(refusal(httpx.Response(400, json={"error": {"message": message}}))) == said
