@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import yaml
 
 from . import serving
 from .chapter import Chapter, assigned, check_names, check_values, open_chapter
+from .checks import whole_number
 from .errors import BadInput, RecipeError
 from .judge import Verdict, judge
 from .paths import ROOM, fresh_folder, homeless, project_root, read_record, runs_dir, writable, write_whole
@@ -37,11 +39,14 @@ def find_notebooks(names: list[str]) -> list[Path]:
     found = []
     for name in names:
         stem = Path(name).name.removesuffix(".ipynb")
+        stem = stem.zfill(2) if stem.isdigit() else stem
         hits = [p for p in sorted(folder.glob("*.ipynb")) if stem in (p.stem, p.stem.split("_")[0])]
         if name.endswith(".ipynb") and Path(name).is_file():
             hits = [Path(name).resolve()]
         if not hits:
-            raise BadInput(f"no notebook {name!r}: there are {', '.join(p.stem for p in known) or 'none'}")
+            stems = [p.stem for p in sorted(folder.glob("*.ipynb"))]
+            near = [f"did you mean {n}? " for n in get_close_matches(stem, stems, 1)]
+            raise BadInput(f"no notebook {name!r}: {''.join(near)}there are {', '.join(stems) or 'none'}")
         found += hits
     return list(dict.fromkeys(found)) or known
 
@@ -58,11 +63,15 @@ def known_parameters(notebook: Path) -> dict[str, object]:
 
 def sort_parameters(notebooks: list[Path], given: dict) -> dict[Path, dict]:
     """What of the given parameters each notebook gets; a name that none of them has, or a value of another type, is refused."""
-    known = {p: known_parameters(p) for p in notebooks}
+    known, given = {p: known_parameters(p) for p in notebooks}, dict(given)
     check_names(given, set().union(*known.values()), "the chosen chapters have")
     for defaults in known.values():
         for name in given.keys() & defaults.keys():
-            wanted, value = type(defaults[name]), given[name]
+            wanted = type(defaults[name])
+            if wanted is int and isinstance(given[name], str):  # 32K, as everywhere on the command line
+                with suppress(ValueError):
+                    given[name] = whole_number(given[name])
+            value = given[name]
             if not isinstance(value, wanted) and not (wanted is float and isinstance(value, int)):
                 expected = f"expected {wanted.__name__}, as in its default {defaults[name]!r}"
                 raise BadInput(f"parameter {name}={value!r}: {expected}")

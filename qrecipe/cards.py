@@ -30,6 +30,7 @@ class Card:
     nominal_gb: int
     source: str
     measured: bool = True
+    bfloat16: bool = True  # below compute capability 8.0 there is none
     nvidia_smi_mib: int | None = None
 
 
@@ -41,7 +42,9 @@ def cards() -> list[Card]:
         smi, torch = row.get("nvidia_smi_mib"), row.get("torch_gib")
         source = row["source"] + ("" if torch else f"; PyTorch's total estimated: nvidia-smi − {DRIVER_SHARE_GIB} GiB")
         memory = torch or round(smi / 1024 - DRIVER_SHARE_GIB, 2)
-        found.append(Card(row["name"], memory, row["nominal_gb"], source, torch is not None, smi))
+        found.append(
+            Card(row["name"], memory, row["nominal_gb"], source, torch is not None, row.get("bfloat16", True), smi)
+        )
     return sorted(found, key=lambda c: (c.memory_gib, c.name))
 
 
@@ -65,7 +68,7 @@ def find_card(name: str | Card) -> Card:
         return found[0]
     names, what = [c.name for c in found or cards()], "ambiguous" if found else "unknown"
     near = ", ".join(difflib.get_close_matches(str(name), names, 4, 0.1 if found else 0.4) or names)
-    raise BadInput(f"{what} card {str(name)!r}; nearest: {near}; or give its memory: --gpu-memory GIB")
+    raise BadInput(f"{what} card {str(name)!r}; nearest: {near}")
 
 
 def parse_size(text: str | int | float, what: str = "memory") -> float:

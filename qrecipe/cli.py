@@ -50,6 +50,8 @@ def main() -> None:
         commands = typer.main.get_command(app).commands
         name, known = ("qrecipe", ", ".join(commands)) if words[0] not in commands else (f"qrecipe {words[0]}", "")
         mend = f"the commands are {known}" if known else f"`{name} --help` lists what it takes"
+        if words[0] in ("stop", "status", "serve") and (port := next((w for w in words if w.isdigit()), "")):
+            mend = f"a port is given as --port {port}; {mend}"
         print(f"{name}: {' '.join(e.format_message().split()).rstrip('.')}; {mend}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
@@ -128,10 +130,16 @@ def serve(
                 f"{nodes} nodes: {recipe.ranks} rank{'s do' if recipe.ranks > 1 else ' does'} not spread evenly over them with tensor parallelism inside each; let the pipeline- or data-parallel size be a multiple of {nodes}"
             )
         recipe = recipe.with_(distributed_executor_backend="ray", env=recipe.env | {"RAY_ADDRESS": head})
-    print(recipe.command())
     if trust_remote_code:
         print("trust-remote-code is on: Python code of the model's folder will run on this machine as you")
-    server = Server.start(recipe, keep=keep, new_key=new_key, on_progress=StartProgress(chapter.engine))
+    command, progress = [recipe.command()], StartProgress(chapter.engine)
+
+    def told(seconds: float | None, log: Path) -> None:
+        while command:  # once, and only where nothing was refused
+            print(command.pop(), flush=True)
+        progress(seconds, log)
+
+    server = Server.start(recipe, keep=keep, new_key=new_key, on_progress=told)
     print(f"{server.base_url} serves {server.model}; log {server.log}")
     if server.api_key != "EMPTY":
         print(f"its API key is in {server.folder / 'api-key'}; open without it: {OPEN_PATHS}")
@@ -223,11 +231,12 @@ def report(
     folders: Annotated[list[str], typer.Argument(metavar="DIR...", help="run folders, or folders of run folders")],
     out: Annotated[str, typer.Option(help="where nights.html and nights.json go; runs/report when not given")] = "",
     bound: Annotated[
-        float, number("bound", "a change for the worse by more than this share is a regression", 0, 10, float)
+        float,
+        number("bound", "a change for the worse by more than this share (0.1 is 10 %) is a regression", 0, 1, float),
     ] = 0.10,
     as_json: Json = False,
 ) -> None:
-    """Runs side by side, night by night; exit 1 when the latest stands out for the worse."""
+    """Runs side by side; exit 1 when the latest stands out for the worse."""
     from .nights import compare, write_nights
     from .paths import runs_dir, writable
 
@@ -235,7 +244,7 @@ def report(
     page = write_nights(writable(Path(out) if out else runs_dir() / "report"), found)
     lines = [f"note: {n}" for n in found["notes"]] + [f"changed: {c}" for c in found["changed"]]
     lines += [f"regression: {r}" for r in found["regressions"]] or ["no regression"]
-    show(found, as_json, [*lines, f"{len(found['nights'])} nights; report: {page}"])
+    show(found, as_json, [*lines, f"{len(found['nights'])} runs; report: {page}"])
     raise typer.Exit(1 if found["regressions"] else 0)
 
 

@@ -23,6 +23,7 @@ from qrecipe.weights import METHODS, SPLIT_FROM, Weights, serve_dtype, weigh
 TEXTS = json.loads((Path(__file__).parent / "data" / "budget_texts.json").read_text(encoding="utf-8"))
 ROUNDING_GIB = 0.005  # of the printed available memory
 CONTEXT_GIB = 0.5  # what the CUDA context takes before vLLM starts
+MOST_GIB = 1024  # of memory on one card: none has as much
 GRAPHS_IN_PEAK = (0, 21)  # from this version on the logged peak activation holds the estimate of the CUDA graphs
 JSON_KEYS, MORE_KEYS, PARTS = tuple(TEXTS["keys"]), TEXTS["more keys"], TEXTS["parts"]
 
@@ -99,11 +100,20 @@ def budget(
     if unknown := set(flags) - set(Flags.__dataclass_fields__):
         known = ", ".join(Flags.__dataclass_fields__)
         raise BadInput(f"unknown setting {', '.join(sorted(unknown))}; known are {known}")
-    given, card = Flags(**flags), find_card(gpu) if gpu is not None else None
+    given = Flags(**flags)
+    try:
+        card = find_card(gpu) if gpu is not None else None
+    except BadInput as e:
+        raise BadInput(f"{e}; or give its memory instead (gpu_memory_gib; --gpu-memory)") from None
     total, factors = (None, {}) if calibrate is None else learn(calibrate, shape)
     total = card.memory_gib if card else total
     if gpu_memory_gib is not None:
         total = parse_size(gpu_memory_gib, "gpu_memory")
+        if total > MOST_GIB:
+            raise BadInput(
+                f"gpu_memory is {total:,.0f} GiB, more than any card has; GiB are expected: what nvidia-smi prints in MiB is "
+                f"written with its unit, {total:.0f}MiB ({total / 1024:.1f} GiB)"
+            )
         if card and abs(total / card.memory_gib - 1) > 0.1:  # less: what such a card reports on the reader's machine
             raise BadInput(
                 f"gpu_memory {total:.2f} GiB is not that of {card.name} ({card.memory_gib:.2f}): give one of them"
@@ -228,12 +238,13 @@ def _judge(b: Budget) -> None:
     tp, replicas = f.tensor_parallel_size, f.data_parallel_size
     per_node = tp * f.pipeline_parallel_size * replicas // f.nodes
     taken = CONTEXT_GIB + overhead.NCCL_GIB * (tp * f.pipeline_parallel_size > 1)
-    values = {"per_node": per_node, "limit": limit, "taken": taken}
+    values = {"card": b.card and b.card.name, "per_node": per_node, "limit": limit, "taken": taken}
     values["whose"] = "given" if b.flags.max_num_seqs else "default"
     notes = {
         "image limit": b.shape.vision and not b.text_only and f.limit_mm_per_prompt,
         "nodes": tp > per_node,
         "beyond model": limit and b.max_model_len > limit,
+        "half": b.card and not b.card.bfloat16 and f.dtype == "bfloat16",
         "no card": b.blocks is None and b.total_gib is None,
         "context": b.stages_gib and (1 - f.gpu_memory_utilization) * b.total_gib < taken,
     }

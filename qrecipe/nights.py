@@ -51,7 +51,8 @@ def read_night(folder: Path) -> Night | str:
         records = [r for r in records if r.get("chapter") and r.get("measured")]
         what = "of something else" if run else "damaged" if file.is_file() else "missing"
         if run or not records:
-            return f"{folder}: {f'run.json is {what}' if folder.is_dir() else 'there is no such folder'}; left out"
+            why = "a file, and the folder of a run is expected" if folder.exists() else "there is no such folder"
+            return f"{folder}: {f'run.json is {what}' if folder.is_dir() else why}; left out"
         notes.append(f"run.json is {what}: the {len(records)} chapters that wrote their own JSON are read")
         chapters = [{"status": "passed"} | r | {"name": r["chapter"]} for r in records]
         run = records[-1] | {"format": FORMAT, "chapters": chapters}
@@ -114,7 +115,11 @@ def compare(folders: list[Path], bound: float = 0.10) -> dict:
     nights = [n for n in nights if n.setting == last.setting]
     notes += [f"{n.name}: {note}" for n in nights for note in n.notes]
     before = nights[-2].identity if len(nights) > 1 else last.identity
-    changed = [f"{k}: {_short(before[k])} -> {_short(v)}" for k, v in last.identity.items() if before[k] != v]
+    served = before["model name"] and last.identity["model name"]  # else one of them had no model to change
+    differ = {k: (before[k], v) for k, v in last.identity.items() if before[k] != v}
+    changed = [
+        f"{k}: {_short(a)} -> {_short(b)}" for k, (a, b) in differ.items() if served or not k.startswith("model ")
+    ]
     names = dict.fromkeys(name for n in nights for name in n.figures)
     rows = [judge_row(name, [n.figures.get(name) for n in nights], bound) for name in names]
     regressions = []

@@ -101,7 +101,7 @@ class ServeRecipe:
     def differences(self, other: "ServeRecipe") -> list[str]:
         """What differs in `other`, one phrase a flag, host and port included, the environment not."""
         mine, theirs = vars(self), vars(other)
-        return [f"{k} {theirs[k]} instead of {mine[k]}" for k in mine if k != "env" and mine[k] != theirs[k]]
+        return [f"{k}: it has {mine[k]}, you ask for {theirs[k]}" for k in mine if k != "env" and mine[k] != theirs[k]]
 
     def with_(self, **changes) -> "ServeRecipe":
         """A copy with some flags changed."""

@@ -90,14 +90,14 @@ class Server:
         key = api_key or own or os.environ.get("VLLM_API_KEY") or os.environ.get("OPENAI_API_KEY") or "EMPTY"
         base_url, sent = base_url.rstrip("/"), {"Authorization": f"Bearer {key}"}
         if not base_url.startswith(("http://", "https://")):
-            raise BadInput(f"base_url {base_url!r} is no address: expected something like http://127.0.0.1:8000/v1")
+            raise BadInput(f"{base_url!r} is no address of a server: expected something like http://127.0.0.1:8000/v1")
         try:
             reply = httpx.get(f"{base_url}/models", headers=sent, timeout=10, trust_env=False)
             served = {} if reply.status_code in (401, 403) else {m["id"]: m for m in reply.json()["data"]}
             first = served[model] if model in served else next(iter(served.values()), None)
         except httpx.HTTPError as e:
             raise BadInput(
-                f"no server answers at {base_url} ({type(e).__name__}): start one with 'qrecipe serve', or leave base_url empty"
+                f"no server answers at {base_url} ({type(e).__name__}): start one with 'qrecipe serve', or name the one that runs; a chapter whose base_url is empty starts its own"
             ) from None
         except (ValueError, KeyError, TypeError):
             hint = "" if base_url.endswith("/v1") else "; is /v1 missing at its end?"
@@ -170,10 +170,10 @@ def join_running(state: dict, recipe: ServeRecipe, folder: Path, grace: float, k
     """Become an owner of the running server; BadInput says which flags differ."""
     differing = ServeRecipe.from_dict(state["recipe"]).differences(recipe)
     if key and not (state["key"] and key == (folder / "api-key").read_text()):
-        differing.append(f"an API key instead of {'another one' if state['key'] else 'none'}")
+        differing.append(f"API key: it has {'another' if state['key'] else 'none'}, you give one")
     if differing:
         raise BadInput(
-            f"a server with other flags runs on port {recipe.port} ({'; '.join(differing)} asked for): stop it with 'qrecipe stop --port {recipe.port}', or choose another port"
+            f"a server with other flags runs on port {recipe.port} ({'; '.join(differing)}): stop it with 'qrecipe stop --port {recipe.port}', or choose another port"
         )
     join(folder, grace)
     return folder

@@ -181,7 +181,7 @@ def load_shape(source: str | Path | dict | ModelShape) -> ModelShape:
     bundled = next((n for n in names if n.lower() in (wanted.lower(), plain)), None)
     if path.is_file():
         return read_config(_read(path), path.parent.resolve().name if path.name == "config.json" else path.stem)
-    if text.endswith(".json") or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", text):
+    if text.endswith(".json") or "/" in text and not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", text):
         raise BadInput(f"no such file: {text!r}; {hint}")
     if bundled:
         return read_config(_read(SHAPES / f"{bundled}.json"), bundled)

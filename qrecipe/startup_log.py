@@ -341,6 +341,8 @@ def _read(source: Any, every: bool) -> list[StartupLog]:
     reader.close()
     found = any(s.figures or s.runtime or s.errors for s in reader.done)
     if isinstance(source, str | Path) and not found:
+        if b"subparser='bench'" in sample:
+            raise BadInput(f"{source} is the log of `vllm bench`, not of a server; give what `vllm serve` printed.")
         if not words.RECORD.search(sample.decode("utf-8", "replace")):
             raise BadInput(f"{source} holds no line of a vLLM log; give what `vllm serve` printed while it started.")
     return reader.done

@@ -182,3 +182,16 @@ def test_an_output_folder_with_something_in_it_is_refused(tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(BadInput, match="not an empty folder"):
         book.new_run_folder(tmp_path)
+
+
+def test_a_chapter_is_found_by_its_bare_number_and_a_mistyped_one_is_guessed():
+    assert [p.stem for p in find_notebooks(["3", "workshop"])] == ["03_serve", "workshop"]
+    with pytest.raises(BadInput, match="'workshp': did you mean workshop. there are 01_size_gpu, .* workshop"):
+        find_notebooks(["workshp"])
+
+
+def test_a_whole_number_is_read_as_everywhere_on_the_command_line():
+    one = find_notebooks(["01"])
+    assert sort_parameters(one, {"context": "32K"}) == {one[0]: {"context": 32768}}
+    with pytest.raises(BadInput, match="expected int"):
+        sort_parameters(one, {"context": "32Q"})

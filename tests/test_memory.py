@@ -288,6 +288,7 @@ def test_answers():
     [
         ({"gpu": "H300"}, "nearest"),
         ({"gpu_memory_gib": "24 apples"}, "24GB"),
+        ({"gpu_memory_gib": 24000}, "more than any card has; .* 24000MiB .23.4 GiB"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
         ({"gpu_memory_utilization": True}, "gpu_memory_utilization"),
         ({"max_model_len": 0}, "max_model_len"),
@@ -337,3 +338,11 @@ def test_every_card_has_a_source_and_less_than_its_label():
 def test_neither_torch_nor_vllm_is_loaded():
     code = "import sys; from qrecipe.memory import budget, levers; budget('Qwen3.5-4B', gpu='A10'); assert not {'torch', 'vllm', 'transformers', 'pandas', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_card_without_bfloat16_is_told_how_to_start():
+    def told(**flags):
+        return [a for a in budget("Qwen3.5-4B", max_model_len=8192, **flags).advice if "--dtype half" in a]
+
+    assert told(gpu="T4") == ["the T4 has no bfloat16 and vLLM refuses it there: add --dtype half"]
+    assert told(gpu="V100 32GB") and not told(gpu="T4", dtype="float16") and not told(gpu="RTX 4090")

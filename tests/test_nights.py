@@ -172,3 +172,11 @@ def test_the_page_escapes_and_the_command_answers_by_its_exit_code(tmp_path, mon
     assert end.value.code == 1 and "regression: 05_x: TTFT, ms: 150 against 75" in capsys.readouterr().out
     assert "<script" not in (tmp_path / "out/nights.html").read_text()
     assert json.loads((tmp_path / "out/nights.json").read_text())["regressions"]
+
+
+def test_a_run_without_a_model_is_no_change_and_a_file_is_no_run_folder(tmp_path):
+    night(tmp_path, 1, model={"name": "m", "revision": "1" * 40, "shards_sha256": {"a": "2" * 64}})
+    night(tmp_path, 2, model={})
+    assert compare([tmp_path])["changed"] == []
+    assert "a file, and the folder of a run is expected" in read_night(tmp_path / "night-01/run.json")
+    assert "there is no such folder" in read_night(tmp_path / "none")

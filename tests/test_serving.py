@@ -96,7 +96,7 @@ def test_a_second_start_joins_and_the_first_owner_may_go(stub, port):
 
 def test_other_flags_are_named_and_refused(stub, port):
     Server.start(ServeRecipe("stub", port=port))
-    with pytest.raises(BadInput, match="max_model_len 4096 instead of 32768"):
+    with pytest.raises(BadInput, match="max_model_len: it has 32768, you ask for 4096"):
         Server.start(ServeRecipe("stub", port=port, max_model_len=4096))
 
 
@@ -255,7 +255,7 @@ def test_a_server_with_a_key_is_joined_from_here_and_not_with_another_key(stub, 
     server = Server.start(ServeRecipe("stub", port=port), new_key=True)
     assert Server.start(ServeRecipe("stub", port=port)).api_key == server.api_key
     monkeypatch.setenv("VLLM_API_KEY", "mine")
-    with pytest.raises(BadInput, match="an API key instead of another one"):
+    with pytest.raises(BadInput, match="API key: it has another, you give one"):
         Server.start(ServeRecipe("stub", port=port))
 
 
@@ -264,7 +264,7 @@ def test_a_server_without_a_key_is_not_joined_with_one_and_no_key_is_no_key(stub
     server = Server.start(ServeRecipe("stub", port=port))
     assert server.api_key == "EMPTY" and not (server.folder / "api-key").exists()
     monkeypatch.setenv("VLLM_API_KEY", "mine")
-    with pytest.raises(BadInput, match="an API key instead of none"):
+    with pytest.raises(BadInput, match="API key: it has none, you give one"):
         Server.start(ServeRecipe("stub", port=port))
 
 

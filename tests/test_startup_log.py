@@ -292,3 +292,8 @@ def test_no_log_makes_it_raise(data):
     for log in read_all(data.split(b"\n")):
         json.dumps({k: v for k, v in figures(log).items()}, allow_nan=False)
         assert len(log.errors) <= 80
+
+
+def test_the_log_of_a_benchmark_is_no_server_s():
+    with pytest.raises(BadInput, match="the log of `vllm bench`, not of a server"):
+        read_log(Path(__file__).parent.parent / "gallery/h200/08_benchmark-c2.log")
