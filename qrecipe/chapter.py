@@ -130,12 +130,14 @@ class Chapter:
 
     @cached_property
     def _tokenizer(self):
-        from transformers import AutoTokenizer
+        import transformers
         from transformers.utils import logging
 
+        whole = (Path(self.tokenizer_dir) / "tokenizer.json").is_file()  # AutoTokenizer loads every architecture first
+        kind = transformers.PreTrainedTokenizerFast if whole else transformers.AutoTokenizer
         before = logging.get_verbosity()
         logging.set_verbosity_error()  # it warns of another vendor's tokenizer whenever a vocabulary is this large
-        found = AutoTokenizer.from_pretrained(self.tokenizer_dir)
+        found = kind.from_pretrained(self.tokenizer_dir)
         logging.set_verbosity(before)
         return found
 
