@@ -1,6 +1,7 @@
 """Values from outside, checked or refused by name; NaN, infinity, booleans and text are no numbers."""
 
 import re
+from contextlib import suppress
 from typing import Any
 
 from qrecipe.errors import BadInput
@@ -22,6 +23,8 @@ def check_number(value: Any, name: str, low: float, high: float, kind: type = in
     good = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high  # NaN fails here
     if not good or (kind is int and value != int(value)):
         expected = f"a {'whole number' if kind is int else 'number'} from {low} to {high}"
+        with suppress(ValueError, TypeError):  # 32K is for the command line, which reads it; a notebook's is a number
+            hint += f" (without quotes and letters: {whole_number(value)})"
         raise BadInput(f"{name} is {value!r}; {expected}{hint} is expected")
     return kind(value)
 
