@@ -299,7 +299,7 @@ def test_a_kernel_restarted_midway_and_the_chapter_run_again(lab, page):
     page.click(".lm-MenuBar-itemLabel:text-is('Kernel')")
     page.click(".lm-Menu-itemLabel:text-is('Restart Kernel and Run All Cells…')")
     page.click(".jp-Dialog button:has-text('Restart')")
-    page.wait_for_timeout(1000)
+    wait(page, lambda cells: not all(c["count"] for c in cells.values()))  # what the first run left is gone
     cells = wait(page, lambda cells: all(c["count"] for c in cells.values()) and "complete" in text_of(cells["finish"]))
     assert f"qrecipe: {name} complete" in text_of(cells["finish"])
     assert list(cells.values())[0]["count"] == 1  # a fresh kernel counts from one
