@@ -20,7 +20,7 @@ import nbformat
 import yaml
 
 from . import serving
-from .chapter import Chapter, assigned, check_names, check_values, open_chapter
+from .chapter import Chapter, assigned, check_names, check_values, open_chapter, server_url
 from .checks import whole_number
 from .errors import BadInput, RecipeError
 from .judge import Verdict, judge
@@ -99,7 +99,7 @@ def run_book(
     A failing chapter does not hide the others. Whatever ends this, the server is stopped and the report is written;
     with `publish_in` also a copy there that names no machine. `note` is kept in run.json: what its facts do not tell.
     """
-    if url := parameters.get("base_url") or os.environ.get("QRECIPE_BASE_URL"):
+    if url := server_url(parameters):
         parameters = parameters | {"base_url": url}
     notebooks = find_notebooks(names)
     shares = sort_parameters(notebooks, parameters)
@@ -113,7 +113,7 @@ def run_book(
     clock, verdicts, held, env = time.monotonic(), [], None, {}
     try:
         if attached:
-            serving.Server.attach(parameters["base_url"])
+            serving.Server.attach(url)
         elif any(".server(" in p.read_text() for p in notebooks if p not in alone):
             say("looking for model and server, building what is not there")
             held = serving.launch(stage.recipe(), log_dir=folder)

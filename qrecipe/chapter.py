@@ -44,13 +44,10 @@ LIMITS = {
 }
 LIMITS |= dict.fromkeys(("max_tokens", "input_len", "output_len", "need_len", "need_requests"), (1, 10**8))
 LIMITS |= dict.fromkeys(("most_cards", "cards_a_host"), (1, 10**4))
-ORDERED = (
-    (
-        "cap",
-        "max_model_len",
-        "the longest answer must be shorter than the longest request, which holds the prompt as well",
-    ),
-    ("reset_seat", "seats", "a seat from 1 to seats is expected, or 0 for none"),
+SHORTER = "the longest answer must be shorter than the longest request, which holds the prompt as well"
+ORDERED = (  # a parameter, the one that it stays below, by how much at least, why
+    ("cap", "max_model_len", 1, SHORTER),
+    ("reset_seat", "seats", 0, "a seat from 1 to seats is expected, or 0 for none"),
 )
 _current: "Chapter | None" = None
 
@@ -146,6 +143,11 @@ class Chapter:
         return self._tokenizer
 
 
+def server_url(parameters: dict) -> str:
+    """The server that a chapter of these parameters attaches to: `base_url`, else $QRECIPE_BASE_URL, else none."""
+    return parameters.get("base_url") or os.environ.get("QRECIPE_BASE_URL", "")
+
+
 def open_chapter(name: str, parameters: dict) -> Chapter:
     """A chapter of these parameters, its engine chosen. Raises BadInput for values that no chapter can work with."""
     from .layers import card_names, choose_engine, gather
@@ -172,12 +174,12 @@ def begin(name: str, **parameters) -> Chapter:
     for cell in shell().user_ns.get("In", []) if shell() else []:
         if cell.lstrip().startswith("# Parameters"):  # papermill itself only warns of a name that it does not find
             check_names(assigned(cell).keys() - set(INJECTED), parameters.keys(), "this chapter has")
-    if not parameters.get("base_url") and (url := os.environ.get("QRECIPE_BASE_URL")):
+    if url := server_url(parameters):
         parameters["base_url"] = url
         if shell():
             shell().user_ns["base_url"] = url  # as if it stood in the cell of the parameters
     _current = chapter = open_chapter(name, parameters)
-    if parameters.get("base_url"):
+    if url:
         chapter.server()
     rows = {"engine": f"{chapter.engine}: {chapter.reason}", "device": chapter.device}
     rows["versions"] = ", ".join(f"{k} {v}" for k, v in chapter.versions.items())
@@ -233,8 +235,8 @@ def check_values(parameters: dict) -> None:
     for name, limits in LIMITS.items():
         if name in parameters:
             check_number(parameters[name], name, *limits)
-    for low, high, why in ORDERED:
-        if low in parameters and high in parameters and not parameters[low] <= parameters[high] - (low == "cap"):
+    for low, high, below, why in ORDERED:
+        if low in parameters and high in parameters and not parameters[low] <= parameters[high] - below:
             raise BadInput(f"{low} is {parameters[low]} and {high} {parameters[high]}: {why}")
     lengths = parameters.get("prompt_lengths", [1])
     for length in lengths if lengths and isinstance(lengths, list) else [lengths]:

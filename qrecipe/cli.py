@@ -198,11 +198,12 @@ def run(
 ) -> None:
     """Run the book (or some chapters) with papermill, judge each chapter, write the report."""
     from .book import run_book
+    from .chapter import server_url
 
     given = {"engine": engine, "weights": weights} | dict(map(parameter, p))
     if log and not os.path.isfile(log):
         raise BadInput(f"--log {log}: there is no such file")
-    if log and not given.get("base_url"):
+    if log and not server_url(given):
         raise BadInput(
             "--log is that of a server at base_url, and none is given: `-p log FILE` lets chapter 04 read a log"
         )

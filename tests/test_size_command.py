@@ -88,6 +88,13 @@ def test_what_no_command_takes_is_one_sentence_and_exit_code_2(shell, words, sai
     assert code == 2 and not out and said in err and err.count("\n") == 1
 
 
+def test_a_log_may_be_that_of_the_server_in_the_environment(shell, monkeypatch):
+    monkeypatch.setenv("QRECIPE_BASE_URL", "http://127.0.0.1:9/v1")
+    monkeypatch.delenv("QRECIPE_LOG", raising=False)
+    code, _, err = shell("run", "no_such_chapter", "--log", "README.md")
+    assert code == 2 and "no notebook 'no_such_chapter'" in err
+
+
 @pytest.mark.parametrize("bad", ["-1", "x", "1.5q", "nan", "1e99", ""])
 @pytest.mark.parametrize("command, option", [(n, p) for n, p in OPTIONS if p.metavar == "NUMBER"], ids=str)
 def test_a_number_out_of_range_is_refused_before_anything_is_done(shell, command, option, bad):
