@@ -19,6 +19,15 @@ ATTACHED = (
     "base_url, or give it the folder of a model as parameter model"
 )
 
+SERVER_ONLY = re.compile(
+    "host|port|uds|headless|middleware|root_path|lora_modules|response_role|log_config_file|log_error_stack|max_log_len"
+    "|return_tokens_as_token_ids|trust_request_chat_template|exclude_tools_when_tool_choice_none"
+    "|allow_credentials|allowed_(headers|methods|origins)"
+    "|(api|ssl|uvicorn|h11|tool|chat_template|default_chat_template|cohere|fingerprint|dp_supervisor)_.*"
+    "|chat_template|data_parallel_supervisor_port|disable_(access|fastapi|uvicorn)_.*"
+    "|enable_(auto_tool|flash_late|force_include|log|offline|per_request|prompt_tokens|request_id|server_load|ssl|tokenizer_info)_.*"
+)
+
 
 def no_room(memory: tuple[float, float] | None, share: float = LLM_SHARE) -> str | None:
     """Why an LLM that plans with `share` of the GPU cannot start: None when it can, or when there is no GPU.
@@ -52,16 +61,6 @@ def gpu_memory(wait: float = 0.0, share: float = LLM_SHARE) -> tuple[float, floa
         return found.total / 2**30, found.free / 2**30
     except pynvml.NVMLError:
         return None
-
-
-SERVER_ONLY = re.compile(
-    "host|port|uds|headless|middleware|root_path|lora_modules|response_role|log_config_file|log_error_stack|max_log_len"
-    "|return_tokens_as_token_ids|trust_request_chat_template|exclude_tools_when_tool_choice_none"
-    "|allow_credentials|allowed_(headers|methods|origins)"
-    "|(api|ssl|uvicorn|h11|tool|chat_template|default_chat_template|cohere|fingerprint|dp_supervisor)_.*"
-    "|chat_template|data_parallel_supervisor_port|disable_(access|fastapi|uvicorn)_.*"
-    "|enable_(auto_tool|flash_late|force_include|log|offline|per_request|prompt_tokens|request_id|server_load|ssl|tokenizer_info)_.*"
-)
 
 
 class Place(NamedTuple):

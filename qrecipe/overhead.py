@@ -124,9 +124,8 @@ def non_torch(shape: ModelShape, f: Flags, total_gib: float) -> Estimate:
     base, extra = CUDA_GIB[total_gib >= BIG_CARD_GIB], 0 if f.enforce_eager else CUDA_GRAPHS_GIB
     base, extra = (CUDA_RANKS_GIB, 0) if several else (base, extra)
     kept, row, top_k = 0, 2 * tokens * (shape.hidden or 0), top_k_bytes(shape, seqs, tokens)
-    if (
-        f.enforce_eager
-    ):  # cuBLAS lies in the first norm's 32-bit copy, the top-k buffer in the smallest freed block that holds it
+    if f.enforce_eager:
+        # cuBLAS lies in the first norm's 32-bit copy, the top-k buffer in the smallest freed block that holds it
         logits = 4 * min(seqs, tokens) * (shape.vocab or 0)
         kept = min((x - top_k for x in (row, logits) if top_k <= x <= LARGEST_KEPT_BYTES), default=0)
         kept += 0 if shape.vision and not f.text_only else max(0, 2 * row - CUBLAS_BYTES)

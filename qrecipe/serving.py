@@ -50,8 +50,8 @@ class Server:
         """Start a server for this recipe, or join the running one with the same flags, and wait until it answers.
 
         The calling process becomes an owner: when the last owner has gone for `grace` seconds the server is stopped,
-        unless `keep`, which holds from when it is ready: a start that nobody waits for any more is ended. `new_key` gives it an API key of its own. `on_progress(seconds, log)` is called about four times
-        a second while waiting. Raises BadInput before anything starts (port taken, model folder missing, GPU in use,
+        unless `keep`, which holds from when it is ready: a start that nobody waits for any more is ended. `new_key` gives
+        it an API key of its own. `on_progress(seconds, log)` is called about four times a second while waiting. Raises BadInput before anything starts (port taken, model folder missing, GPU in use,
         other flags than the running server's) and ServerFailed when the start fails; then nothing is left running.
         """
         folder = launch(recipe, grace=grace, new_key=new_key, log_dir=log_dir)

@@ -1,8 +1,8 @@
 """The one process that watches a server: it starts `vllm serve`, keeps its state file, and outlives nobody.
 
 Run by `Server.start`, never by hand. In the server's folder lie `server.json` (the state), `owners/` (one file for each
-process that uses the server) and, once it is ready, `keep` when it is to stay without any. The server ends when the last owner is gone and
-its grace time is over, or on a SIGTERM. Where this process itself is killed, its guard ends the server.
+process that uses the server) and, once it is ready, `keep` when it is to stay without any. The server ends when the last
+owner is gone and its grace time is over, or on a SIGTERM. Where this process itself is killed, its guard ends the server.
 """
 
 import json
