@@ -27,6 +27,7 @@ from .judge import Verdict, judge
 from .paths import ROOM, fresh_folder, homeless, project_root, read_record, runs_dir, writable, write_whole
 from .processes import die_with_parent
 
+WAITING = "import sys, ipykernel.kernelspec; from papermill.cli import papermill; sys.stdin.readline() and papermill()"
 say = partial(print, flush=True)
 
 
@@ -110,7 +111,7 @@ def run_book(
     published = new_run_folder(publish_in) if publish_in else None
     folder = new_run_folder(out)
     say(f"engine {stage.engine}: {stage.reason}\nrun folder {folder}")
-    clock, verdicts, held, env = time.monotonic(), [], None, {}
+    clock, verdicts, pages, held, env = time.monotonic(), [], {}, None, {}
     try:
         if attached:
             serving.Server.attach(url)
@@ -123,14 +124,18 @@ def run_book(
         with suppress(OSError):
             folder.rmdir()
         raise
+    given = [shares[p] | ({} if attached else {"engine": stage.engine}) for p in notebooks]
+    due = [Execution(p, share, folder, cell_limit, env) for p, share in zip(notebooks, given, strict=True)]
     try:
-        for notebook in notebooks:
-            if held and notebook in alone:
-                say(f"{notebook.stem} needs the GPU for itself: leaving the server")
+        for execution, following in zip(due, [*due[1:], None], strict=True):
+            if held and execution.notebook in alone:
+                say(f"{execution.name} needs the GPU for itself: leaving the server")
                 serving.leave(held, wait=60)
-            left = run_limit - (time.monotonic() - clock)
-            share = shares[notebook] | ({} if attached else {"engine": stage.engine})
-            verdicts.append(v := run_chapter(notebook, share, folder, cell_limit, left, env))
+            execution.begin(run_limit - (time.monotonic() - clock))
+            if following:
+                following.prepare()
+            add_page(pages, folder, verdicts)  # of the chapter before, while this one sets up
+            verdicts.append(v := execution.verdict())
             if v.status == "failed":
                 explain(v, serving.read_state(held) if held else {})
             where = f"cell {v.cell or '?'}: " if v.status == "failed" else ""
@@ -138,11 +143,15 @@ def run_book(
             if v.exercises:
                 say(f"  exercises: {v.exercises}")
     finally:
+        for execution in due:
+            execution.end()
+        if held:
+            serving.leave(held)
+        add_page(pages, folder, verdicts)  # while the server stops
         if held:
             serving.leave(held, wait=60)
-        unreached = notebooks[len(verdicts) :]
-        verdicts += [Verdict(p.stem, reason="not reached: the run was interrupted") for p in unreached]
-        write_run(folder, stage, verdicts, time.monotonic() - clock, held, note)
+        verdicts += [Verdict(e.name, reason="not reached: the run was interrupted") for e in due[len(verdicts) :]]
+        write_run(folder, stage, verdicts, time.monotonic() - clock, held, note, pages)
         if published:
             from .publish import publish
 
@@ -150,42 +159,81 @@ def run_book(
     return all(v.status != "failed" for v in verdicts), folder
 
 
-def run_chapter(
-    notebook: Path, parameters: dict, folder: Path, cell_limit: float, left: float, env: dict | None = None
-) -> Verdict:
-    """One chapter under papermill, in a process of its own that ends with this one. Limits in seconds."""
-    executed, began = folder / f"{notebook.stem}.ipynb", time.monotonic()
-    told = executed.with_suffix(".papermill.log")
-    if left <= 0:
-        return Verdict(notebook.stem, reason="the time limit of the whole run was reached before it")
-    argv = [sys.executable, "-m", "papermill", str(notebook), str(executed), "--inject-output-path"]
-    argv += ["--cwd", str(notebook.parent), "--execution-timeout", str(max(1, round(cell_limit)))]
-    argv += ["--progress-bar" if sys.stderr.isatty() else "--no-progress-bar"]
-    argv += ["-y", yaml.safe_dump(parameters)] if parameters else []
-    with open(told, "wb") as log:
-        process = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=log, stderr=None if sys.stderr.isatty() else log,
-            env=os.environ | homeless() | (env or {}), start_new_session=True, preexec_fn=partial(die_with_parent, signal.SIGTERM),
-        )  # fmt: skip
-    code = None
-    try:
-        with suppress(subprocess.TimeoutExpired):
-            code = process.wait(left)
-    finally:
-        process.send_signal(signal.SIGINT)  # if it still runs: papermill then saves the copy and shuts its kernel down
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(10)
-        process.kill()
-        process.wait()
-    verdict = judge(executed, executed.with_suffix(".json"), code)
-    verdict.seconds = round(time.monotonic() - began, 1)
-    if code is None:
-        verdict.status, verdict.reason = "failed", "the time limit of the whole run was reached"
-    elif verdict.status == "failed" and "CellTimeoutError" in serving.tail(told, 200):
-        verdict.reason = f"the cell was stopped at its limit of {cell_limit:.0f} s"
-    elif verdict.status == "failed" and "No space left on device" in serving.tail(told, 200):
-        verdict.reason = f"no space left on the disk of {folder}: free some, then run again"
-    return verdict
+class Execution:
+    """One chapter under papermill, in a process of its own that ends with this one."""
+
+    def __init__(self, notebook: Path, parameters: dict, folder: Path, cell_limit: float, env: dict | None = None):
+        self.notebook, self.name, self.cell_limit = notebook, notebook.stem, cell_limit
+        self.executed = folder / notebook.name
+        self.told = self.executed.with_suffix(".papermill.log")
+        self.argv = [sys.executable, "-c", WAITING, str(notebook), str(self.executed), "--inject-output-path"]
+        self.argv += ["--cwd", str(notebook.parent), "--execution-timeout", str(max(1, round(cell_limit)))]
+        self.argv += ["--progress-bar" if sys.stderr.isatty() else "--no-progress-bar"]
+        self.argv += ["-y", yaml.safe_dump(parameters)] if parameters else []
+        self.env = os.environ | homeless() | (env or {})
+        self.process: subprocess.Popen | None = None
+        self.began = self.deadline = 0.0
+
+    def prepare(self) -> None:
+        """Start the process: it imports papermill beside whatever runs now, and waits for `begin`."""
+        with open(self.told, "wb") as log:
+            self.process = subprocess.Popen(
+                self.argv, stdin=subprocess.PIPE, stdout=log, stderr=None if sys.stderr.isatty() else log,
+                env=self.env, start_new_session=True, preexec_fn=partial(die_with_parent, signal.SIGTERM),
+            )  # fmt: skip
+
+    def begin(self, left: float) -> "Execution":
+        """Let it run, for `left` seconds at most; it does not begin where there are none."""
+        self.began = time.monotonic()
+        self.deadline = self.began + left
+        if left > 0:
+            if self.process is None:
+                self.prepare()
+            with suppress(BrokenPipeError):
+                self.process.stdin.write(b"go\n")
+                self.process.stdin.close()
+        return self
+
+    def verdict(self) -> Verdict:
+        """Wait until it has ended or its time is over, and judge what it left."""
+        if self.deadline <= self.began:
+            return Verdict(self.name, reason="the time limit of the whole run was reached before it")
+        code = None
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                code = self.process.wait(max(0.0, self.deadline - time.monotonic()))
+        finally:
+            self.end()
+        verdict = judge(self.executed, self.executed.with_suffix(".json"), code)
+        verdict.seconds = round(time.monotonic() - self.began, 1)
+        if code is None:
+            verdict.status, verdict.reason = "failed", "the time limit of the whole run was reached"
+        elif verdict.status == "failed" and "CellTimeoutError" in serving.tail(self.told, 200):
+            verdict.reason = f"the cell was stopped at its limit of {self.cell_limit:.0f} s"
+        elif verdict.status == "failed" and "No space left on device" in serving.tail(self.told, 200):
+            verdict.reason = f"no space left on the disk of {self.executed.parent}: free some, then run again"
+        return verdict
+
+    def end(self) -> None:
+        """End what still runs: papermill then saves the copy and shuts its kernel down. One that never began leaves nothing."""
+        if self.process is None:
+            return
+        if self.deadline > self.began:
+            self.process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(10)
+        else:
+            self.told.unlink(missing_ok=True)
+        self.process.kill()
+        self.process.communicate()
+
+
+def add_page(pages: dict[str, str], folder: Path, verdicts: list[Verdict]) -> None:
+    """The last chapter's part of the report, made while something else is waited for."""
+    from .report import chapter_html
+
+    if verdicts and verdicts[-1].name not in pages:
+        pages[verdicts[-1].name] = chapter_html(folder / f"{verdicts[-1].name}.ipynb")
 
 
 def explain(verdict: Verdict, state: dict) -> None:
@@ -212,7 +260,13 @@ def new_run_folder(out: str | Path | None) -> Path:
 
 
 def write_run(
-    folder: Path, stage: Chapter, verdicts: list[Verdict], seconds: float, held: Path | None, note: str
+    folder: Path,
+    stage: Chapter,
+    verdicts: list[Verdict],
+    seconds: float,
+    held: Path | None,
+    note: str,
+    pages: dict[str, str],
 ) -> None:
     """run.json, junit.xml, summary.md and index.html of a run, also of one that was interrupted."""
     from .lock import lock_facts
@@ -237,7 +291,7 @@ def write_run(
         write_whole(folder / "run.json", json.dumps(run, indent=1, ensure_ascii=False) + "\n")
         for name in ("junit.xml", "summary.md"):
             write_page(folder, name, run=run)
-        write_report(folder, run)
+        write_report(folder, run, pages)
     except OSError as e:
         raise BadInput(
             f"the run's results cannot be written in {folder} ({e.strerror}): free some disk; what it holds is kept"

@@ -6,7 +6,9 @@ A page needs no network, and its policy (CSP) lets it run no script, whatever a 
 
 import functools
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -23,11 +25,13 @@ def write_page(folder: Path, name: str, **facts: Any) -> Path:
     return folder / name
 
 
-def write_report(folder: Path, run: dict) -> Path:
-    """Write a run's `index.html` into its folder, its executed chapters in it; returns the page's path."""
+def write_report(folder: Path, run: dict, made: Mapping[str, str] = MappingProxyType({})) -> Path:
+    """Write a run's `index.html` into its folder, its executed chapters in it (`made`: those already in HTML, by name);
+    returns the page's path."""
     from pygments.formatters import HtmlFormatter
 
-    chapters = {c["name"]: chapter_html(folder / f"{c['name']}.ipynb") for c in run["chapters"]}
+    names = [c["name"] for c in run["chapters"]]
+    chapters = {n: made[n] if n in made else chapter_html(folder / f"{n}.ipynb") for n in names}
     code_css = HtmlFormatter(style="default").get_style_defs(".highlight")
     return write_page(folder, "index.html", run=run, chapters=chapters, code_css=code_css)
 

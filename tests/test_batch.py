@@ -21,7 +21,7 @@ from replay import replay
 from qrecipe import batch, bench, layers
 from qrecipe.batch import Offline, extra_arguments, no_room, place
 from qrecipe.bench import Bench, comparable, read_bench, recorded, run_bench
-from qrecipe.book import run_chapter
+from qrecipe.book import Execution
 from qrecipe.chapter import Chapter
 from qrecipe.child import Child
 from qrecipe.errors import BadInput, RequestFailed, ServerFailed
@@ -71,7 +71,7 @@ def test_beside_a_server_on_the_gpu_chapter_07_is_skipped_and_says_why(tmp_path,
     with replay(models=("qwen3.5-4b",)) as (url, asked):
         parameters = {"base_url": url} if attached == "parameter" else {}
         env = {"QRECIPE_BASE_URL": url if attached == "environment" else ""}
-        verdict = run_chapter(tmp_path / "07_offline_inference.ipynb", parameters, out, 60, 120, env)
+        verdict = Execution(tmp_path / "07_offline_inference.ipynb", parameters, out, 60, env).begin(120).verdict()
     assert (verdict.status, verdict.measured) == ("skipped", {})
     why = "base_url names a server, so nothing is started here" if attached else "1.5 GiB are free"
     assert why in verdict.reason and ("without base_url" if attached else "qrecipe stop") in verdict.reason

@@ -10,7 +10,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
 from qrecipe import book
-from qrecipe.book import find_notebooks, judge, run_chapter, sort_parameters
+from qrecipe.book import Execution, find_notebooks, judge, sort_parameters
 from qrecipe.errors import BadInput
 
 OPEN = 'import qrecipe\nchapter = qrecipe.begin("01_x", engine=engine, port=port)'
@@ -31,7 +31,7 @@ def execute(tmp_path, *cells, parameters=None, cell_limit=60, left=120):
     notebook = write(tmp_path / "in", 'engine = "cpu"\nport = 8000', *cells)
     out = tmp_path / "out"
     out.mkdir()
-    return run_chapter(notebook, parameters or {}, out, cell_limit, left)
+    return Execution(notebook, parameters or {}, out, cell_limit).begin(left).verdict()
 
 
 def test_a_chapter_that_ends_well_passes_with_its_figures(tmp_path):
@@ -73,8 +73,10 @@ def test_on_a_gpu_the_chapter_that_needs_all_of_it_goes_last_and_the_server_is_l
     monkeypatch.setattr("qrecipe.layers.choose_engine", lambda facts, asked: (asked, "stub"))
     monkeypatch.setattr(book.Chapter, "recipe", lambda self: None)
     monkeypatch.setattr(book.serving, "launch", lambda recipe, log_dir: seen.append("launch") or tmp_path)
-    monkeypatch.setattr(book.serving, "leave", lambda folder, wait: seen.append("leave"))
-    monkeypatch.setattr(book, "run_chapter", lambda p, *rest: seen.append(p.stem) or book.Verdict(p.stem, "skipped"))
+    monkeypatch.setattr(book.serving, "leave", lambda folder, wait=0.0: seen.append("leave") if wait else None)
+    monkeypatch.setattr(book.Execution, "prepare", lambda self: None)
+    monkeypatch.setattr(book.Execution, "begin", lambda self, left: seen.append(self.name))
+    monkeypatch.setattr(book.Execution, "verdict", lambda self: book.Verdict(self.name, "skipped"))
     monkeypatch.setattr(book, "write_run", lambda *rest: None)
     for engine, order in [
         ("gpu", ["launch", "06_x", "08_x", "leave", "07_x", "leave"]),
@@ -195,3 +197,19 @@ def test_a_whole_number_is_read_as_everywhere_on_the_command_line():
     assert sort_parameters(one, {"context": "32K"}) == {one[0]: {"context": 32768}}
     with pytest.raises(BadInput, match="expected int"):
         sort_parameters(one, {"context": "32Q"})
+
+
+@pytest.mark.parametrize("how", ["no time left", "the run ends", "the run was killed"])
+def test_a_chapter_that_was_prepared_and_never_began_leaves_nothing(tmp_path, how):
+    out = tmp_path / "out"
+    out.mkdir()
+    execution = Execution(write(tmp_path / "in", OPEN, CLOSE), {}, out, 60)
+    execution.prepare()
+    if how == "no time left":
+        assert "reached before it" in execution.begin(0).verdict().reason
+    elif how == "the run was killed":  # all that it held is closed
+        execution.process.stdin.close()
+        assert execution.process.wait(30) == 0
+    execution.end()
+    assert execution.process.poll() is not None
+    assert list(out.iterdir()) == []
