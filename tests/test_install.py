@@ -1,5 +1,6 @@
 """The set-up, its steps replaced: what is done again and what is not, and what a failure leaves."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -76,7 +77,7 @@ def test_a_set_up_that_fails_leaves_the_stamp_of_before(steps, monkeypatch):
     monkeypatch.setattr(install, "run", works)
     steps.clear()
     install.set_up("cpu")
-    assert "making .venv" not in steps and len(steps) == 4 and stamp.read_text() != kept
+    assert "making .venv" not in steps and len(steps) == 5 and stamp.read_text() != kept
 
 
 def test_the_other_engine_can_be_asked_for_inside_an_environment_that_has_one(steps, monkeypatch):
@@ -84,3 +85,12 @@ def test_the_other_engine_can_be_asked_for_inside_an_environment_that_has_one(st
     monkeypatch.setattr(install, "choose_engine", lambda facts, engine: asked.append(facts) or ("cpu", ""))
     install.set_up("gpu")
     assert not asked[0].cpu_build and not asked[0].vllm
+
+
+def test_packages_are_compiled_where_python_may_not_write_what_it_compiles(tmp_path):
+    (tmp_path / "good").mkdir()
+    (tmp_path / "good/good.py").write_text("x = 1\n")
+    (tmp_path / "old.py").write_text("print 'a package of Python 2'\n")
+    env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, "-c", install.COMPILE, tmp_path], env=env, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"") and list(tmp_path.glob("good/__pycache__/good.*.pyc"))
