@@ -96,6 +96,8 @@ def set_up(asked: str) -> None:
     run([inside, "-m", "qrecipe.alias", "install"], "the vllm distribution alias")
     what = "compiling the packages (half a minute, 0.5 GB), so that each import is short"
     run([inside, "-W", "ignore", "-c", COMPILE, f"{venv}/lib", "qrecipe"], what)
+    if engine == "cpu":
+        run([inside, "-c", "from qrecipe.chapter import teaching_model as make; make()"], "making the teaching model")
     shutil.copytree(ROOT / "qrecipe/data/lab", venv / "share/jupyter/lab/settings", dirs_exist_ok=True)  # its defaults
     stamp.write_text(wanted)
     print("set-up: ready: make lab, or make run", flush=True)

@@ -77,7 +77,7 @@ def test_a_set_up_that_fails_leaves_the_stamp_of_before(steps, monkeypatch):
     monkeypatch.setattr(install, "run", works)
     steps.clear()
     install.set_up("cpu")
-    assert "making .venv" not in steps and len(steps) == 5 and stamp.read_text() != kept
+    assert "making .venv" not in steps and len(steps) == 6 and stamp.read_text() != kept
 
 
 def test_the_other_engine_can_be_asked_for_inside_an_environment_that_has_one(steps, monkeypatch):
