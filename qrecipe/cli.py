@@ -209,9 +209,18 @@ def run(
         )
     if log:
         os.environ["QRECIPE_LOG"] = os.path.abspath(log)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # end the run as Ctrl-C does: server stopped, report written
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, signal.default_int_handler)
+    usual = (signal.SIG_DFL, signal.default_int_handler)
+    ends = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) in usual]
+
+    def interrupt(*_) -> None:
+        """All end the run as Ctrl-C does, the first alone: the server is stopped and the report written then."""
+        for number in ends:
+            signal.signal(number, signal.SIG_IGN)
+        os.write(2, b"interrupted: ending chapter and server, writing the report\n")
+        raise KeyboardInterrupt
+
+    for number in ends:
+        signal.signal(number, interrupt)
     limits = {"cell_limit": cell_timeout, "run_limit": timeout}
     passed, folder = run_book(notebooks, given, out=out, publish_in=publish, note=note, **limits)
     print(f"{'no chapter failed' if passed else 'NOT all chapters passed'}; report: {folder / 'index.html'}")

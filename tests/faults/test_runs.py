@@ -122,6 +122,23 @@ def test_interrupted_run_is_run_again(tmp_path, number):
     place.good()
 
 
+def test_a_second_interrupt_does_not_cost_the_report(tmp_path):
+    """Ctrl-C twice, or what a runner of jobs does: SIGINT, then SIGTERM while the first is being followed."""
+    place = Place(tmp_path, "load=0.1 deaf")
+    here = tmp_path / "here"
+    run = place.run(
+        "print('kept')", SERVER, f"open({str(here)!r}, 'w').close()\nimport time; time.sleep(300)", wait=False
+    )
+    until(here.exists, 60)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+        run.send_signal(number)
+        time.sleep(1)
+    said = "".join(run.communicate(timeout=60))
+    assert run.returncode == 130 and "writing the report" in said
+    assert "interrupted" in json.loads((tmp_path / "out/run.json").read_text())["chapters"][0]["reason"]
+    assert "kept" in executed(place) and place.clean()
+
+
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=slow), *MORE], ids=name)
 def test_papermill_by_hand_is_ended(tmp_path, number):
     place = Place(tmp_path)
