@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from .chapter import shell
+from .chapter import load_ahead, shell
 from .paths import read_record, state_dir, write_whole
 from .startup_log import StageWatcher
 
@@ -25,6 +25,8 @@ class StartProgress:
         """`seconds` since the start, None when the server is ready."""
         self.seconds = self.seconds if seconds is None else seconds
         self._read(log)
+        if not self.drawn and seconds is not None:  # the client of the cells that follow
+            load_ahead("openai")
         if seconds is None and self.seconds:  # not when it joined a server that was ready
             write_whole(self.file, json.dumps(read_record(self.file) | {self.engine: self.seconds}))
         if seconds is None or time.monotonic() - self.drawn >= 1:

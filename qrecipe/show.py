@@ -34,12 +34,12 @@ PARTS = {  # the same part has the same look in every chapter
 
 def _bundle(save: Callable[[BytesIO], Any], alt: str, width: int) -> tuple[dict, dict]:
     """The PNG that `save` writes, for a notebook. JupyterLab drops its alternative text, so it gets HTML; executed copies keep the PNG."""
-    from .show_live import is_live
+    from . import chapter as running
 
     out = BytesIO()
     save(out)
     data, text = b64encode(out.getvalue()).decode(), {"text/plain": f"Figure: {alt}"}
-    if not is_live():
+    if not running.attended():
         return {"image/png": data} | text, {"image/png": {"width": width, "alt": alt}}
     look = f'alt="{html.escape(alt)}" width="{width}" style="max-width:100%"'
     return {"text/html": f'<img src="data:image/png;base64,{data}" {look}>'} | text, {}

@@ -72,9 +72,9 @@ def request(n=5, complete=True):
 def test_a_live_front_end_gets_the_alternative_text_in_html(monkeypatch):
     from PIL import Image
 
-    from qrecipe import show_live
+    from qrecipe import chapter
 
-    monkeypatch.setattr(show_live, "is_live", lambda: True)
+    monkeypatch.setattr(chapter, "attended", lambda: True)
     figure = show.line_plot([1, 2], {"a": [1, 2]}, title='<"t">', xlabel="x", ylabel="y")
     data, metadata = figure._repr_mimebundle_()
     assert "image/png" not in data and 'alt="&lt;&quot;t&quot;&gt;' in data["text/html"] and metadata == {}
