@@ -136,25 +136,13 @@ def _number(spec: dict, answer: Any, effect: None, env: dict) -> tuple[bool, str
     env["answer"] = value = convert(yours, asked)
     short = right if isinstance(right, int) else float(f"{right:.4g}") if abs(right) < 1e4 else round(right)
     exact = Quantity(short, *unit_of(asked))
-    slips = [(evaluate(expression, env), says) for expression, says in spec.get("mistakes", [])]
-    slips += [(right * factor, says) for key in (exact.kind, yours.unit) for factor, says in SLIPS.get(key, [])]
-    slips = [one for one in slips if one[0] and abs(one[0] / right - 1) > spec["tolerance"]]
+    slips = _slips(spec, (exact.kind, yours.unit), env)
     twin = yours.unit.replace("i", "") == exact.unit.replace("i", "")  # a number for GiB may have been written with GB
-    heard = {value, yours.value} if twin else {value}
-    near = [(abs(one / slip - 1), slip, says) for slip, says in slips for one in heard]
+    near = [
+        (abs(one / slip - 1), slip, says) for slip, says in slips for one in {value, yours.value if twin else value}
+    ]
     distance, slip, says = min(near, key=lambda one: one[0], default=(1, math.inf, ""))
-    unit = convert(replace(yours, value=1.0), asked)
-    off, last = abs(value - right), _last_digit(yours.value) * unit
-
-    def rounded(what: float, digits: int) -> bool:
-        return math.isclose(float(f"{what / unit:.{digits}g}"), yours.value)
-
-    good = off <= (spec["tolerance"] + 1e-9) * (abs(right) or 1) and (off <= last / 2 or off <= abs(value - slip))
-    good |= "whole" in spec and yours.value == math.floor(right)
-    if not isinstance(right, int):
-        others = [one[0] for one in slips if abs(one[0] / right - 1) > 0.01]
-        good |= any(rounded(right, n) and not any(rounded(other, n) for other in others) for n in range(2, 7))
-    if good:
+    if _holds(spec, right, yours, slip, [one for one, _ in slips]):
         same = "" if yours.unit in (exact.unit, "") else f" are {Quantity(float(f'{value:.4g}'), *unit_of(asked))}"
         return True, f"{yours}{same}" + (f"; exactly {exact}." if abs(value - short) > abs(right) / 2000 else ".")
     likely = ""
@@ -162,9 +150,35 @@ def _number(spec: dict, answer: Any, effect: None, env: dict) -> tuple[bool, str
         likely = " " + say(says, env)
     elif "whole" in spec and yours.value == math.ceil(right):
         likely = " The last of them does not fit whole: round down."
-    elif rounded(right, 1) and abs(value / right - 1) < 0.15:
+    elif _rounded(right, 1, yours, asked) and abs(value / right - 1) < 0.15:
         likely = " That is rounded to one digit: give two or more."
     return False, f"{yours} is {_by_how_much(value, right)}.{likely}"
+
+
+def _slips(spec: dict, kinds: tuple[str, str], env: dict) -> list[tuple[float, str]]:
+    """(value, what it says) of the mistakes of this exercise and of every number of these kinds, where they can be told from `right`."""
+    right = env["right"]
+    slips = [(evaluate(expression, env), says) for expression, says in spec.get("mistakes", [])]
+    slips += [(right * factor, says) for kind in kinds for factor, says in SLIPS.get(kind, [])]
+    return [one for one in slips if one[0] and abs(one[0] / right - 1) > spec["tolerance"]]
+
+
+def _holds(spec: dict, right: float, yours: Quantity, slip: float, slips: list[float]) -> bool:
+    """Right within the tolerance and not nearer to the slip, or `right` rounded to what was written, unless a slip is as well."""
+    asked, value = spec["unit"], convert(yours, spec["unit"])
+    off, last = abs(value - right), convert(replace(yours, value=_last_digit(yours.value)), asked)
+    if "whole" in spec and yours.value == math.floor(right):
+        return True
+    if off <= (spec["tolerance"] + 1e-9) * (abs(right) or 1) and (off <= last / 2 or off <= abs(value - slip)):
+        return True
+    others = [one for one in slips if abs(one / right - 1) > 0.01]
+    fits = [n for n in range(2, 7) if _rounded(right, n, yours, asked)]
+    return not isinstance(right, int) and any(not any(_rounded(o, n, yours, asked) for o in others) for n in fits)
+
+
+def _rounded(exact: float, digits: int, yours: Quantity, asked: str) -> bool:
+    """Whether `exact`, in the unit that is asked, makes what was written when rounded in the unit of that."""
+    return math.isclose(float(f"{exact / convert(replace(yours, value=1.0), asked):.{digits}g}"), yours.value)
 
 
 def _last_digit(value: float) -> float:
