@@ -88,6 +88,13 @@ def gather() -> Facts:
     )
 
 
+def busy() -> str:
+    """What a measurement here has to share the machine with, in words; "" where its cores are idle enough."""
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    told = f"This machine is busy (load {load:.1f} on {cores} cores): what is measured now measures that too. Close what else runs."
+    return told if load > 0.75 * cores else ""
+
+
 def _text(path: str) -> str:
     """The first 100 MB of a text or program, in which ASCII can be looked for; "" where there is no file."""
     with suppress(OSError), open(path, encoding="latin-1") as f:
