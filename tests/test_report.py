@@ -57,8 +57,17 @@ def test_a_log_cannot_break_out_of_the_summary(tmp_path, run):
     assert "| 04_y | passed | 2 |" in text and "exercises:" not in text
 
 
-def test_the_summary_says_how_answers_were_judged(tmp_path, run):
+def test_all_that_a_run_leaves_says_how_answers_were_judged(tmp_path, run):
+    assert "<th>exercises</th>" not in write_report(tmp_path, run).read_bytes().decode("utf-8", "replace")
     for chapter, told in zip(run["chapters"], ("1 right, 1 wrong (2.1)", "", "2 right"), strict=True):
         chapter["exercises"] = told
     text = write_page(tmp_path, "summary.md", run=run).read_bytes().decode("utf-8", "replace")
     assert "\n\n03_x, exercises: 1 right, 1 wrong (2.1)\n05_z, exercises: 2 right\n\n" in text
+    page = write_report(tmp_path, run).read_bytes().decode("utf-8", "replace")
+    assert "<th>exercises</th>" in page and "<td>1 right, 1 wrong (2.1)</td>" in page
+    suite = ElementTree.parse(write_page(tmp_path, "junit.xml", run=run)).getroot()
+    assert [case.findtext("system-out") for case in suite] == [
+        "exercises: 1 right, 1 wrong (2.1)",
+        None,
+        "exercises: 2 right",
+    ]
