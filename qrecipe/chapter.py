@@ -297,10 +297,9 @@ def _close(chapter: Chapter, status: str, measured: dict, facts: dict) -> None:
         "seconds": round(time.time() - chapter.began, 1), "measured": measured, "model": model_facts(chapter), **facts,
     }  # fmt: skip
     path = chapter.folder / f"{chapter.name}.json"
-    plain = json.dumps(
-        record, indent=1, ensure_ascii=False, default=lambda v: v.item() if hasattr(v, "item") else str(v)
-    )
-    write_whole(path, plain + "\n")
+    plain = json.dumps(record, default=lambda v: v.item() if hasattr(v, "item") else str(v))
+    finite = json.loads(plain, parse_constant=lambda word: None)  # NaN and Infinity are no JSON
+    write_whole(path, json.dumps(finite, indent=1, ensure_ascii=False) + "\n")
     if chapter._server is not None:
         chapter._server.leave(wait=45.0 if grace_time() == 0 else 0.0)
     near = path.resolve().is_relative_to(project_root())  # else this machine's folders are not named

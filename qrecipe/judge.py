@@ -58,6 +58,7 @@ def judge(executed: Path, record: Path, exit_code: int | None) -> Verdict:
         (exit_code != 0, f"papermill ended with exit code {exit_code}"),
         (not skipped and CLOSING.format(name=executed.stem) not in printed, "the closing line was not printed: finish() was not reached"),
         (not isinstance(told.get("measured"), dict), f"{record.name} was not written, or is damaged"),
+        (told.get("chapter") != executed.stem, f"{record.name} is of chapter {told.get('chapter')!r}"),
     ]  # fmt: skip
     verdict.reason = next((reason for broken, reason in checks if broken), "")
     if code and (unrun or exit_code):  # which cell it was in, papermill does tell

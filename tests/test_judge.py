@@ -54,6 +54,18 @@ def test_the_skipped_line_alone_does_not_skip(tmp_path):
     assert verdict.status == "failed" and "closing line" in verdict.reason
 
 
+def test_a_record_of_another_chapter_is_none_of_this_one(tmp_path):
+    other = "from pathlib import Path; p = Path(PAPERMILL_OUTPUT_PATH).with_suffix('.json')\np.write_text(p.read_text().replace('01_x', '02_y'))"
+    assert execute(tmp_path, OPEN, CLOSE, other).reason == "01_x.json is of chapter '02_y'"
+
+
+def test_what_is_no_number_is_null_in_the_record(tmp_path):
+    verdict = execute(
+        tmp_path, OPEN, 'import numpy\nqrecipe.finish({"a": float("nan"), "b": numpy.float32("inf"), "c": 1})'
+    )
+    assert verdict.status == "passed" and [m["value"] for m in verdict.measured.values()] == [None, None, 1]
+
+
 def test_in_jupyterlab_a_skipped_chapter_stops_there(monkeypatch, tmp_path, capsys):
     from qrecipe import chapter
     from qrecipe.errors import ChapterSkipped
