@@ -58,12 +58,13 @@ class Photo:
 
 def _figure(height: float, alt: str, width: float = 8.2) -> "Figure":
     """An empty figure of this size in inches; `alt`, which may still be changed, says in words what it shows."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), facecolor=CARD, layout="constrained")
+    figure = Figure(figsize=(width, height), facecolor=CARD, layout="constrained", dpi=144)
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.08)
     figure.alt = alt
-    save = partial(figure.savefig, format="png", dpi=144, facecolor=CARD, metadata={"Software": None})
+    save = partial(FigureCanvasAgg(figure).print_png, metadata={"Software": None})  # savefig draws twice
     figure._repr_mimebundle_ = lambda **_: _bundle(save, figure.alt, int(width * 96))
     return figure
 

@@ -112,12 +112,12 @@ def distributions(
         ax.barh(places, after, height=0.72, facecolor=COLORS[0], edgecolor=CARD)
         ax.barh(places, before, height=0.72, facecolor="none", edgecolor=INK, linewidth=1.1, linestyle=(0, (2, 1.5)))
         ax.set_title(name, loc="left", fontsize=9.5, color=INK)
-        ax.set_xlim(0, 1)
-        ax.set_yticks(places, [repr(t) for t in tokens], fontsize=8.5)
-        ax.set_ylim(len(tokens) - 0.4, -0.6)
+        ax.tick_params(axis="y", labelsize=8.5)
         ax.grid(True, axis="x", color=GRID, linewidth=0.7)
         possible = sum(p > 0 for p in after)
         said.append(f"{name}: {max(after):.0%} for the likeliest, {possible} of {len(tokens)} possible")
+    axes[0].set_yticks(places, [repr(t) for t in tokens])  # all panels share its axes
+    axes[0].set(xlim=(0, 1), ylim=(len(tokens) - 0.4, -0.6))
     for ax in axes[len(panels) :]:
         ax.set_visible(False)
     dashed = Line2D([], [], color=INK, linewidth=1.1, linestyle=(0, (2, 1.5)), label="without it")
