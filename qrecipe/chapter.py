@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -126,14 +127,22 @@ class Chapter:
         return self.model_dir if Path(self.model_dir).is_dir() else str(teaching_model())
 
     @cached_property
-    def tokenizer(self) -> Any:
-        """The served model's `tokenizers.Tokenizer`, which loads in half a second (transformers' own class loads PyTorch first)."""
+    def _tokenizer(self) -> Future:
         from tokenizers import Tokenizer
 
         file = Path(self.tokenizer_dir) / "tokenizer.json"
         if not file.is_file():
             raise BadInput(f"{file} is not there: AutoTokenizer.from_pretrained(…).save_pretrained(…) writes it")
-        return Tokenizer.from_file(str(file))
+        return ThreadPoolExecutor(1).submit(Tokenizer.from_file, str(file))
+
+    def load_tokenizer(self) -> None:
+        """Begin to load the served model's tokenizer, beside the cells that follow."""
+        self._tokenizer  # noqa: B018
+
+    @property
+    def tokenizer(self) -> Any:
+        """The served model's `tokenizers.Tokenizer`, in half a second (transformers' own class loads PyTorch first)."""
+        return self._tokenizer.result()
 
     def prompt(self, messages: list[dict], **switches) -> str:
         """The text that the model's chat template, a Jinja file, makes of messages, up to where the answer begins."""
@@ -200,6 +209,12 @@ def load_ahead(*modules: str) -> Thread:
     loading = Thread(target=lambda: [import_module(m) for m in modules if shell()], daemon=True)
     loading.start()
     return loading
+
+
+def while_you_read(*modules: str) -> None:
+    """Import modules before the cell that needs them, where somebody reads what stands above it; unattended it would save nothing."""
+    if attended():
+        load_ahead(*modules)
 
 
 def current(asked: str) -> Chapter:
