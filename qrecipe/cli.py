@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -254,6 +255,7 @@ def report(
     page = write_nights(writable(Path(out) if out else runs_dir() / "report"), found)
     lines = [f"note: {n}" for n in found["notes"]] + [f"changed: {c}" for c in found["changed"]]
     lines += [f"regression: {r}" for r in found["regressions"]] or ["no regression"]
+    lines = [re.sub(r"[\x00-\x1f\x7f-\x9f]", "?", line) for line in lines]  # names that a foreign file has chosen
     show(found, as_json, [*lines, f"{len(found['nights'])} runs; report: {page}"])
     raise typer.Exit(1 if found["regressions"] else 0)
 

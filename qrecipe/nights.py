@@ -6,9 +6,10 @@ three nothing is marked. A mark is a regression when the figure moved to its wor
 """
 
 import json
+import os
 import re
 from dataclasses import asdict, dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -49,7 +50,7 @@ def read_night(folder: Path) -> Night | str:
     if not isinstance(run.get("chapters"), list):
         records = [read_record(p) for p in sorted(folder.glob("[0-9][0-9]_*.json"))]
         records = [r for r in records if r.get("chapter") and r.get("measured")]
-        what = "of something else" if run else "damaged" if file.is_file() else "missing"
+        what = "of something else" if run else "damaged or cannot be read" if file.is_file() else "missing"
         if run or not records:
             why = "a file, and the folder of a run is expected" if folder.exists() else "there is no such folder"
             return f"{folder}: {f'run.json is {what}' if folder.is_dir() else why}; left out"
@@ -59,10 +60,10 @@ def read_night(folder: Path) -> Night | str:
     if run.get("format") != FORMAT:
         notes.append(f"format {run.get('format')} (this version writes {FORMAT}): what it lacks is left empty")
     date = run.get("date")
-    if not _time(date):
+    if not (told := _time(date)) or told > datetime.now().astimezone() + timedelta(days=1):
+        notes.append(f"its date is {'in the future' if told else 'missing'}: the file's is taken")
         written = (file if file.is_file() else folder).stat().st_mtime
         date = datetime.fromtimestamp(written).astimezone().isoformat(timespec="seconds")
-        notes.append("its date is missing: the file's is taken")
     setting, identity = {k: run.get(k) for k in SETTING}, {k: _at(run, *keys) for k, keys in IDENTITY.items()}
     night = Night(folder.name, date, setting, identity, notes=notes)
     figures = {"server ready after, s": _at(run, "server", "ready_seconds")}
@@ -88,10 +89,23 @@ def _at(record: Any, *keys: str) -> Any:
     return record
 
 
+def read_all(folders: list[Path]) -> list[Night | str]:
+    """The runs in these folders, each once; the folders of such folders are looked into as well."""
+    found: dict[str, Night | str] = {}
+    for given in folders:
+        inner = [] if os.path.exists(given / "run.json") else sorted(p.parent for p in given.glob("*/run.json"))
+        for folder in inner or [given]:
+            try:
+                found[os.path.realpath(folder)] = read_night(folder)
+            except OSError as e:
+                found[os.path.realpath(folder)] = f"{folder}: cannot be read ({e.strerror}); left out"
+    return list(found.values())
+
+
 def _time(text: Any) -> datetime | None:
     try:
         return datetime.fromisoformat(text).astimezone()
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
 
 
@@ -100,10 +114,7 @@ def compare(folders: list[Path], bound: float = 0.10) -> dict:
 
     Raises BadInput when no folder holds a run.
     """
-    found = []
-    for folder in folders:
-        inner = sorted(p.parent for p in folder.glob("*/run.json")) if not (folder / "run.json").exists() else []
-        found += [read_night(f) for f in inner or [folder]]
+    found = read_all(folders)
     notes = [n for n in found if isinstance(n, str)]
     nights = sorted((n for n in found if isinstance(n, Night)), key=lambda n: _time(n.date))
     if not nights:

@@ -67,10 +67,10 @@ def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
 
 
 def read_record(path: Path) -> dict:
-    """A JSON object from a file, {} when there is none that can be read."""
+    """A JSON object from a file, {} when there is none that can be read: no device or pipe, no file of over 64 MiB."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() and path.stat().st_size < 2**26 else {}
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -1,10 +1,12 @@
 """Nights side by side: what stands out of the spread is marked, what cannot be read is said, a change of parts comes first."""
 
 import json
+import os
 import random
 
 import pytest
 
+from qrecipe import nights
 from qrecipe.cli import main
 from qrecipe.errors import BadInput
 from qrecipe.nights import compare, judge_row, read_night, write_nights
@@ -180,3 +182,46 @@ def test_a_run_without_a_model_is_no_change_and_a_file_is_no_run_folder(tmp_path
     assert compare([tmp_path])["changed"] == []
     assert "a file, and the folder of a run is expected" in read_night(tmp_path / "night-01/run.json")
     assert "there is no such folder" in read_night(tmp_path / "none")
+
+
+def test_no_file_however_hostile_costs_the_report_of_the_others(tmp_path):
+    """Nested too deep, a device, a pipe, a date out of all calendars or ahead of today, a loop, a folder named twice."""
+    good = night(tmp_path, 2)
+    for name, text in (("deep", "[" * 100_000), ("early", '{"chapters": [], "date": "0001-01-01T00:00:00+14:00"}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(text)
+    for name in ("zero", "pipe"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "zero/run.json").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe/run.json")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "again").symlink_to(good)
+    ahead = night(tmp_path, 3, date="9999-12-31T23:59:59+00:00")
+    found = compare([tmp_path, good, tmp_path / "loop"])
+    assert sorted(n["name"] for n in found["nights"]) == ["night-02", "night-03"]
+    assert "its date is in the future" in "".join(read_night(ahead).notes)
+    for name in ("deep", "zero", "pipe", "loop", "early"):
+        assert any(name in note for note in found["notes"]), name
+
+
+def test_a_folder_that_may_not_be_looked_into_is_named(tmp_path, monkeypatch):
+    good, closed = night(tmp_path, 2), night(tmp_path, 1)
+    looked = nights.read_night
+
+    def closed_to_us(folder):
+        if folder == closed:
+            raise PermissionError(13, "Permission denied")
+        return looked(folder)
+
+    monkeypatch.setattr(nights, "read_night", closed_to_us)
+    found = compare([good, closed])
+    assert len(found["nights"]) == 1 and found["notes"] == [f"{closed}: cannot be read (Permission denied); left out"]
+
+
+def test_a_name_that_a_file_has_chosen_reaches_no_terminal(tmp_path, monkeypatch, capsys):
+    night(tmp_path, 1, format="\x1b]0;x\x07\n::error::x")
+    monkeypatch.setattr("sys.argv", ["qrecipe", "report", str(tmp_path), "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit):
+        main()
+    said = capsys.readouterr().out
+    assert "::error::" in said and not any(line.startswith("::") for line in said.splitlines()) and "\x1b" not in said
