@@ -1,11 +1,13 @@
 """What the book costs over bare vLLM: `python benchmarks/book.py [CHAPTER…] [--port N] [--join FILE]`.
 
-Runs the chapters (all but 01 and 02, which ask no server, when none is named) once with `qrecipe run`, and notes every request that reached the server and
-every process that a chapter started beside it (chapter 7's LLM with the lines it was sent, chapter 8's `vllm bench
-serve`). Then the same without the book: `vllm serve` with the same words, the same requests with the same bodies, each
-as soon as those that had ended before it have ended again, the same processes fed the same lines. The ratio of the two
-wall times is printed, chapter by chapter and for all, last line JSON; the book's promise is at most 1.35 for all. With
-`--join` the result is added to FILE, and the sum of all in it is printed and judged. CPU engine, teaching model.
+Runs the chapters (all but 01 and 02, which ask no server, when none is named) with `qrecipe run`, and notes every request
+that reached the server and every process that a chapter started beside it (chapter 7's LLM with the lines it was sent,
+chapter 8's `vllm bench serve`). Then the same without the book: `vllm serve` with the same words, the same requests with
+the same bodies, each as soon as those that had ended before it have ended again, the same processes fed the same lines.
+Whoever comes first reads vLLM from the disk and fills vLLM's caches for the other, so the book runs twice: the first run
+is printed as cold and not held against anything, the second is. The ratio of the two wall times is printed, chapter by
+chapter and for all, last line JSON; the book's promise is at most 1.35 for all. With `--join` the result is added to FILE,
+and the sum of all in it is printed and judged. CPU engine, teaching model.
 """
 
 import argparse
@@ -72,7 +74,7 @@ if FILE and "ipykernel" in " ".join(sys.orig_argv):
 
 def run_book(chapters: list[str], folder: Path, port: int) -> tuple[float, float, dict, list[dict], dict[str, float]]:
     """The book's begin and wall time, its server's state, what was noted (requests and children by their begin), chapters by their end."""
-    (folder / "recorder").mkdir()
+    (folder / "recorder").mkdir(parents=True)
     for name in ("sitecustomize.py", "book_recorder.py"):
         (folder / "recorder" / name).write_text(RECORDER)
     env = os.environ | {
@@ -194,12 +196,13 @@ def main() -> int:
     told = parser.parse_args()
     chapters = told.chapters or ["03", "04", "05", "06", "07", "08", "09"]
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder = Path(name) / "warm"
+        _, cold, *_ = run_book(chapters, Path(name) / "cold", told.port)
         began, book, state, noted, ends = run_book(chapters, folder, told.port)
         without = bare(state, noted, folder, told.port)
     kinds = {k: sum(n["kind"] == k for n in noted) for k in ("request", "child")}
     result = {
-        "book_seconds": round(book, 1), "bare_seconds": round(without, 1), "starts": bool(state) + kinds["child"],
+        "cold_seconds": round(cold, 1), "book_seconds": round(book, 1), "bare_seconds": round(without, 1), "starts": bool(state) + kinds["child"],
         "requests": kinds["request"], "chapters": by_chapter(began, book, without, noted, ends),
     }  # fmt: skip
     if told.join:
@@ -213,7 +216,7 @@ def main() -> int:
         print(f"{name:24} book {mine:6.1f} s  bare {bare_:6.1f} s")
     ratio = result["book_seconds"] / result["bare_seconds"]
     print(
-        f"book {result['book_seconds']:.0f} s ÷ bare {result['bare_seconds']:.0f} s = {ratio:.2f} (promised: at most {PROMISED})"
+        f"cold book {result['cold_seconds']:.0f} s; book {result['book_seconds']:.0f} s ÷ bare {result['bare_seconds']:.0f} s = {ratio:.2f} (promised: at most {PROMISED})"
     )
     print(json.dumps(result | {"ratio": round(ratio, 3)}))
     return 0 if ratio <= PROMISED else 1
