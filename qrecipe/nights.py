@@ -1,8 +1,9 @@
 """Nights side by side: `qrecipe report DIR…` reads run folders, and marks what stands out of the spread of the nights before.
 
-The spread of a figure is three robust standard deviations (1.4826 × the median distance from the median) or 2 % of the
-median, whichever is more; with fewer than eight nights before it is at least the largest distance seen. With fewer than
-three nothing is marked. A mark is a regression when the figure moved to its worse side by more than the bound.
+The spread of a figure is 2.4 + 14 / (nights - 2) times the distance from the median within which four of five nights lie,
+or 2 % of the median, whichever is more: what one quiet night of 500 exceeds where the noise is Gaussian, by a simulation
+for 4 to 80 nights before (one of 250 for 3), so that a night of fifty figures is seldom marked for nothing. With fewer than three nights
+before nothing is marked. A mark is a regression when the figure moved to its worse side by more than the bound.
 """
 
 import json
@@ -11,14 +12,14 @@ import re
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 from .errors import BadInput
 from .paths import read_record, write_whole
 
 FORMAT = 2  # of run.json
-FEWEST, FEW = 3, 8  # nights before, for any mark and for a spread that a single night cannot widen
+FEWEST = 3  # nights before, for any mark
 WORSE = (  # what the figure and its unit say of the side that is worse: +1 is up, -1 is down
     (r"one request|memory held|weights", 1), (r"at once$| requests at once|KV cache|, times$", -1),
     (r"/s$", -1), (r", (s|ms|GiB)$", 1),
@@ -159,10 +160,12 @@ def judge_row(figure: str, values: list[float | None], bound: float) -> dict:
         return row
     middle = median(before)
     far = [abs(v - middle) for v in before]
-    spread = max(3 * 1.4826 * median(far), 0.02 * abs(middle), max(far) if len(before) < FEW else 0.0)
+    enough = len(before) >= FEWEST
+    wide = (2.4 + 14 / (len(before) - 2)) * quantiles(far, n=5, method="inclusive")[3] if enough else max(far)
+    spread = max(wide, 0.02 * abs(middle))
     change = (last - middle) / abs(middle) if middle else None
     row |= {"median": middle, "spread": spread, "change": change}
-    if len(before) >= FEWEST and abs(last - middle) > spread:
+    if enough and abs(last - middle) > spread:
         side = next((s for words, s in WORSE if re.search(words, figure)), 0)
         worse, large = (last - middle) * side > 0, change is None or abs(change) > bound
         row["mark"] = "changed" if not side or (worse and not large) else "regression" if worse else "better"

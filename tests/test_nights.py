@@ -64,7 +64,7 @@ def test_a_quiet_week_has_no_marks(tmp_path):
 )
 def test_what_stands_out_is_marked_by_its_worse_side(tmp_path, change, mark):
     for day in range(1, 6):
-        night(tmp_path, day, ttft=75 + day % 2)
+        night(tmp_path, day, ttft=75 + day % 2 / 5)
     night(tmp_path, 9, **change)
     found = compare([tmp_path])
     assert marks(found) == mark
@@ -78,6 +78,15 @@ def test_a_change_inside_the_spread_is_not_marked_and_one_bad_night_does_not_hid
     assert marks(compare([tmp_path])) == {}
     values = [75, 76, 74, 75, 200, 75, 76, 74, 75, 100]
     assert judge_row("TTFT, ms", values, 0.1)["mark"] == "regression"
+
+
+@pytest.mark.parametrize("before", [3, 4, 5, 6, 8, 10, 16, 40])
+def test_quiet_nights_of_fifty_noisy_figures_are_seldom_marked_and_a_doubled_one_is_in_time(before):
+    noise = random.Random(before)
+    for said, share in ((1.0, 0.006), (2.0, None)):
+        rows = [[noise.gauss(75, 6) for _ in range(before)] + [noise.gauss(75, 6) * said] for _ in range(4000)]
+        marked = sum(bool(judge_row("TTFT, ms", row, 0.1)["mark"]) for row in rows) / len(rows)
+        assert marked < share if share else marked > (0.95 if before >= 6 else 0.1), marked
 
 
 def test_with_two_nights_before_nothing_is_marked(tmp_path):
