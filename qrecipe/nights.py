@@ -127,6 +127,11 @@ def compare(folders: list[Path], bound: float = 0.10) -> dict:
     nights = [n for n in nights if n.setting == last.setting]
     notes += [f"{n.name}: {note}" for n in nights for note in n.notes]
     before = nights[-2].identity if len(nights) > 1 else last.identity
+    failed = tuple(last.failed)
+    gone = sorted(f for n in nights[-2:-1] for f in n.figures.keys() - last.figures.keys() if not f.startswith(failed))
+    notes += (
+        [f"{last.name}: {len(gone)} figures of the run before are missing: {'; '.join(gone[:3])} ..."] if gone else []
+    )
     served = before["model name"] and last.identity["model name"]  # else one of them had no model to change
     differ = {k: (before[k], v) for k, v in last.identity.items() if before[k] != v}
     changed = [

@@ -101,6 +101,14 @@ def test_a_failed_chapter_is_a_regression(tmp_path):
     assert compare([tmp_path])["regressions"] == ["05_x failed"]
 
 
+def test_figures_that_are_no_longer_measured_are_told(tmp_path):
+    night(tmp_path, 1)
+    night(tmp_path, 2, chapters=[])
+    assert compare([tmp_path])["notes"] == [
+        "night-02: 3 figures of the run before are missing: 05_x, s; 05_x: KV cache, GiB; 05_x: TTFT, ms ..."
+    ]
+
+
 def test_other_parts_are_told_before_any_figure(tmp_path):
     for day in range(1, 6):
         night(tmp_path, day)
