@@ -43,6 +43,7 @@ LIMITS = {
     "watch_seconds": (0, 10**5, float),
     "reset_seat": (0, 200),
     "rounds": (0, 10**4),
+    "exercise_minutes": (0, 120, float),
 }
 LIMITS |= dict.fromkeys(("max_tokens", "input_len", "output_len", "need_len", "need_requests"), (1, 10**8))
 LIMITS |= dict.fromkeys(("most_cards", "cards_a_host"), (1, 10**4))
