@@ -43,7 +43,7 @@ def templates() -> jinja2.Environment:
         loader=jinja2.PackageLoader("qrecipe", "data/pages"), autoescape=jinja2.select_autoescape(), trim_blocks=True,
         keep_trailing_newline=True,
     )  # fmt: skip
-    found.filters |= {"number": number, "fenced": fenced, "xml": xml_text}
+    found.filters |= {"number": number, "fenced": fenced, "xml": xml_text, "inline": inline}
     return found
 
 
@@ -51,6 +51,11 @@ def fenced(text: str) -> str:
     """Text that Markdown shows as it is: between fences longer than any run of backticks in it."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}text\n{text.strip()}\n{fence}"
+
+
+def inline(text: Any) -> str:
+    """Text in a line of Markdown: whatever could be markup, a mention or an issue's number there is a question mark."""
+    return re.sub(r"[^\w .,:;()+/=%-]|(?<!\w)_|_(?!\w)", "?", str(text))
 
 
 def xml_text(text: str) -> str:

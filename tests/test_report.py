@@ -6,7 +6,7 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
-from qrecipe.report import LONGEST, write_page, write_report
+from qrecipe.report import LONGEST, inline, write_page, write_report
 
 EVIL = "<script>alert(1)</script> ```` \x1b[31m \x00 ]]> & \ud800 <img src=x onerror=alert(1)>"
 
@@ -55,6 +55,20 @@ def test_a_log_cannot_break_out_of_the_summary(tmp_path, run):
     fenced = text.split("`````text\n")
     assert len(fenced) == 4 and all("`````" in part for part in fenced[1:])
     assert "| 04_y | passed | 2 |" in text and "exercises:" not in text
+    outside = "".join(part.partition("`````")[2] for part in fenced[1:]) + fenced[0]
+    assert not set("<>`&[]!*@\x1b\x00") & set(outside) and outside.count("#") == 5  # its own two headings
+
+
+def test_a_line_of_the_summary_keeps_what_names_and_versions_are_made_of():
+    for said in (
+        "01_size_gpu",
+        "Intel(R) Xeon(R) Processor, 2 cores",
+        "0.27.0+cpu",
+        "1 right, 1 wrong (2.1)",
+        "NVIDIA H200, 140.4 GiB",
+    ):
+        assert inline(said) == said
+    assert inline("a\n# b @c #1 *d* [e](f) | _g_ <h>") == "a?? b ?c ?1 ?d? ?e?(f) ? ?g? ?h?"
 
 
 def test_all_that_a_run_leaves_says_how_answers_were_judged(tmp_path, run):
