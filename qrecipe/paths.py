@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 import tempfile
 from pathlib import Path
 
@@ -20,8 +21,12 @@ def project_root() -> Path:
 
 
 def state_dir() -> Path:
-    """`$QRECIPE_STATE`, else `.qrecipe` in the project; made with mode 700."""
-    return writable(Path(os.environ.get("QRECIPE_STATE") or project_root() / ".qrecipe"), mode=0o700)
+    """`$QRECIPE_STATE`, else `.qrecipe` in the project; made with mode 700. BadInput where everybody may write in it: who
+    does could name a server of his own, and be sent the key."""
+    folder = writable(Path(os.environ.get("QRECIPE_STATE") or project_root() / ".qrecipe"), mode=0o700)
+    if folder.stat().st_mode & stat.S_IWOTH:
+        raise BadInput(f"everybody may write in {folder}, where keys are kept: chmod 700 it, or set QRECIPE_STATE")
+    return folder
 
 
 def runs_dir() -> Path:

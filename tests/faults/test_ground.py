@@ -207,6 +207,13 @@ def test_state_folder_that_cannot_be_written(tmp_path, where):
         refused(place, "set QRECIPE_STATE")
 
 
+def test_state_folder_that_everybody_may_write_in(tmp_path):
+    place = Place(tmp_path)
+    place.state.mkdir()
+    place.state.chmod(0o777)
+    refused(place, "everybody may write in")
+
+
 def test_home_that_cannot_be_written(tmp_path):
     place = Place(tmp_path, HOME="/proc/nobody")
     code, said, run = place.run("import os; print('home', os.path.expanduser('~'))", "qrecipe.finish({})")
