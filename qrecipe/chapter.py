@@ -8,7 +8,6 @@ import os
 import sys
 import time
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -128,22 +127,14 @@ class Chapter:
         return self.model_dir if Path(self.model_dir).is_dir() else str(teaching_model())
 
     @cached_property
-    def _tokenizer(self) -> Future:
+    def tokenizer(self) -> Any:
+        """The served model's `tokenizers.Tokenizer`, loaded in half a second (transformers' own class loads PyTorch first)."""
         from tokenizers import Tokenizer
 
         file = Path(self.tokenizer_dir) / "tokenizer.json"
         if not file.is_file():
             raise BadInput(f"{file} is not there: AutoTokenizer.from_pretrained(…).save_pretrained(…) writes it")
-        return ThreadPoolExecutor(1).submit(Tokenizer.from_file, str(file))
-
-    def load_tokenizer(self) -> None:
-        """Begin to load the served model's tokenizer, beside the cells that follow."""
-        self._tokenizer  # noqa: B018
-
-    @property
-    def tokenizer(self) -> Any:
-        """The served model's `tokenizers.Tokenizer`, in half a second (transformers' own class loads PyTorch first)."""
-        return self._tokenizer.result()
+        return Tokenizer.from_file(str(file))
 
     def prompt(self, messages: list[dict], **switches) -> str:
         """The text that the model's chat template, a Jinja file, makes of messages, up to where the answer begins."""
