@@ -117,7 +117,7 @@ def distributions(
         possible = sum(p > 0 for p in after)
         said.append(f"{name}: {max(after):.0%} for the likeliest, {possible} of {len(tokens)} possible")
     axes[0].set_yticks(places, [repr(t) for t in tokens])  # all panels share its axes
-    axes[0].set(xlim=(0, 1), ylim=(len(tokens) - 0.4, -0.6))
+    axes[0].set(xlim=(0, 1), ylim=(len(tokens) - 0.4, -0.6), xticks=(0, 0.5, 1))
     for ax in axes[len(panels) :]:
         ax.set_visible(False)
     dashed = Line2D([], [], color=INK, linewidth=1.1, linestyle=(0, (2, 1.5)), label="without it")
