@@ -56,8 +56,8 @@ class ServeRecipe:
     env: dict = field(default_factory=dict)
 
     def __post_init__(self):
-        if not self.model:
-            raise BadInput("no model given: name a folder or a hub id")
+        if not self.model or self.model.startswith("-"):  # a second option where a model stands
+            raise BadInput(f"no model given ({self.model!r}): name a folder or a hub id")
         whole = dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", *self.sizes()), (1, 10**8))
         whole |= {"port": (1024, 65535), "max_model_len": (16, 10**8)}
         for name, limits in whole.items():

@@ -15,7 +15,10 @@ from .processes import listener
 from .recipe import ServeRecipe
 
 LOGS_KEPT = 20
-OURS = {"--api-key": "VLLM_API_KEY", "--host": "host", "--port": "port"}  # words that are not taken from `extra`
+OURS = {  # words that are not taken from `extra`, and where they are given: what is said of them is checked or printed
+    "--api-key": "VLLM_API_KEY", "--host": "host", "--port": "port", "--trust-remote-code": "trust_remote_code",
+    "--allowed-media-domains": "allowed_media_domains (--images-from)", "--config": "words of the command line",
+}  # fmt: skip
 
 
 def process_argv(recipe: ServeRecipe) -> list[str]:
@@ -25,9 +28,11 @@ def process_argv(recipe: ServeRecipe) -> list[str]:
 
 def check_start(recipe: ServeRecipe) -> None:
     """What can be known before a start: are the words ours, is the model there and complete, the port free, the GPU idle?"""
-    for word in recipe.extra:
-        if word.split("=")[0] in OURS:
-            raise BadInput(f"{word.split('=')[0]} among the extra words: give it as {OURS[word.split('=')[0]]}")
+    for word in (word.split("=")[0].replace("_", "-") for word in recipe.extra):
+        if ours := [
+            own for own in OURS if own.startswith(word) and word[:2] == "--" != word
+        ]:  # vLLM takes --hos as well
+            raise BadInput(f"{word} among the extra words: give it as {OURS[ours[0]]}")
     path = Path(recipe.model)
     if path.is_absolute() or path.exists() or recipe.model.startswith((".", "~")):
         from .fetch import require_folder

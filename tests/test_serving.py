@@ -268,10 +268,24 @@ def test_a_server_without_a_key_is_not_joined_with_one_and_no_key_is_no_key(stub
         Server.start(ServeRecipe("stub", port=port))
 
 
-@pytest.mark.parametrize("words", [("--api-key", "x"), ("--host=0.0.0.0",), ("--port", "1")])
+@pytest.mark.parametrize(
+    "words",
+    [("--api-key", "x"), ("--host=0.0.0.0",), ("--port", "1"), ("--hos", "::"), ("--config", "x.yaml"),
+     ("--trust-remote-code",), ("--allowed-media-domains", "*")],
+)  # fmt: skip
 def test_words_that_would_go_round_the_checks_are_refused(stub, port, words):
     with pytest.raises(BadInput, match=f"{words[0].split('=')[0]} among the extra words"):
         Server.start(ServeRecipe("stub", port=port, extra=words))
+    if "-" in words[0][2:]:  # vLLM takes the one for the other
+        with pytest.raises(BadInput, match="among the extra words"):
+            Server.start(
+                ServeRecipe("stub", port=port, extra=(words[0][:2] + words[0][2:].replace("-", "_"), *words[1:]))
+            )
+
+
+def test_a_model_is_no_option():
+    with pytest.raises(BadInput, match="no model given"):
+        ServeRecipe("--trust-remote-code")
 
 
 def test_one_who_joins_with_keep_keeps_it(stub, port):
