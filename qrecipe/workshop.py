@@ -6,7 +6,6 @@ import math
 import os
 import secrets
 import time
-from contextlib import suppress
 from pathlib import Path
 
 from .errors import BadInput
@@ -44,10 +43,12 @@ class Seats:
 
     def knows(self, header: bytes) -> bool:
         """True for the Authorization header of a seat."""
-        with suppress(OSError, ValueError, AttributeError):  # without a readable file no seat is known
+        try:
             if (written := self.file.stat().st_mtime_ns) != self.written:
-                self.written, self.seats = written, set()
                 self.seats = {digest(f"Bearer {key}".encode()) for key in json.loads(self.file.read_text()).values()}
+                self.written = written
+        except (OSError, ValueError, AttributeError):  # without a readable file no seat is known
+            self.written, self.seats = None, set()
         return digest(header) in self.seats
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import json
 import os
 import re
 import subprocess
@@ -46,6 +47,12 @@ def test_a_seat_s_key_counts_as_the_server_s_until_it_is_renewed(sent, tmp_path)
     file.write_text("{")
     os.utime(file, (1, 1))
     assert sent(keys[1]) == keys[1]  # a file that cannot be read lets nobody in
+    seat_file = file.rename(file.with_suffix(".away"))
+    seat_file.write_text(json.dumps(keys))
+    seat_file.rename(file)
+    assert sent(keys[1]) == "the teacher's"
+    file.unlink()
+    assert sent(keys[1]) == keys[1]  # nor does one that is gone
 
 
 def test_a_reset_takes_the_answers_of_that_folder_alone(sent, tmp_path):
