@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from .checks import check_number, whole_number
-from .errors import BadInput, RecipeError
+from .errors import BadInput, RecipeError, ServerFailed
 
 
 def number(name: str, help: str, low: float = 1, high: float = 10**8, kind: type = int):
@@ -177,11 +177,18 @@ def stop(
     from . import serving
     from .supervisor import ENDED
 
+    left = []
     for one in [s["port"] for s in serving.status()] if every else [port]:
-        before, state = serving.status(one), serving.stop(one)
+        try:
+            before, state = serving.status(one), serving.stop(one)
+        except ServerFailed as e:  # one that cannot be ended must not save the others
+            left.append(str(e))
+            continue
         running = before and before[0]["status"] not in ENDED
         last = f" (last: {state['status']})" if state else ""
         print(f"stopped the server on port {one}" if running else f"no server runs on port {one}{last}")
+    if left:
+        raise ServerFailed("; ".join(left))
 
 
 @app.command()

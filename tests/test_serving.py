@@ -13,6 +13,7 @@ import pytest
 from conftest import free_port
 
 from qrecipe import serving
+from qrecipe.cli import main
 from qrecipe.errors import BadInput, ServerFailed
 from qrecipe.processes import Pid, server_processes
 from qrecipe.recipe import ServeRecipe
@@ -281,6 +282,25 @@ def test_words_that_would_go_round_the_checks_are_refused(stub, port, words):
             Server.start(
                 ServeRecipe("stub", port=port, extra=(words[0][:2] + words[0][2:].replace("-", "_"), *words[1:]))
             )
+
+
+def test_a_server_that_cannot_be_ended_does_not_save_the_others(monkeypatch, capsys):
+    def stop(port):
+        if port == 8001:
+            raise ServerFailed("processes [7] of the server on port 8001 could not be ended")
+        return {"status": "stopped"}
+
+    monkeypatch.setattr(serving, "status", lambda port=None: [{"port": p, "status": "ready"} for p in (8001, 8002)])
+    monkeypatch.setattr(serving, "stop", stop)
+    monkeypatch.setattr("sys.argv", ["qrecipe", "stop", "--all"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    said = capsys.readouterr()
+    assert (
+        end.value.code == 1
+        and "port 8001 could not be ended" in said.err
+        and "stopped the server on port 8002" in said.out
+    )
 
 
 def test_a_model_is_no_option():
