@@ -116,7 +116,7 @@ def distributions(
         ax.grid(True, axis="x", color=GRID, linewidth=0.7)
         possible = sum(p > 0 for p in after)
         said.append(f"{name}: {max(after):.0%} for the likeliest, {possible} of {len(tokens)} possible")
-    axes[0].set_yticks(places, [repr(t) for t in tokens])  # all panels share its axes
+    axes[0].set_yticks(places, [repr(t).replace("$", r"\$") for t in tokens])  # no formula; all panels share its axes
     axes[0].set(xlim=(0, 1), ylim=(len(tokens) - 0.4, -0.6), xticks=(0, 0.5, 1))
     for ax in axes[len(panels) :]:
         ax.set_visible(False)

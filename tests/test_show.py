@@ -180,3 +180,11 @@ def test_a_dashboard_redraws_when_a_knob_turns(monkeypatch):
 )
 def test_any_answer_fits_one_line(text, shown):
     assert show.one_line(text, 5) == shown
+
+
+@pytest.mark.parametrize("token", ["$$", "$\\frac$", "\x00", "<b>", "%d"])
+def test_a_token_that_a_model_writes_is_drawn_as_it_is_and_is_no_formula(token):
+    from qrecipe.show_request import distributions
+
+    figure = distributions(["a", token], {"temperature": ([0.5, 0.5], [0.9, 0.1])}, title="two tokens")
+    assert figure._repr_mimebundle_()[0]["image/png"]
