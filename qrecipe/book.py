@@ -49,7 +49,10 @@ def find_notebooks(names: list[str]) -> list[Path]:
             near = [f"did you mean {n}? " for n in get_close_matches(stem, stems, 1)]
             raise BadInput(f"no notebook {name!r}: {''.join(near)}there are {', '.join(stems) or 'none'}")
         found += hits
-    return list(dict.fromkeys(found)) or known
+    found = list(dict.fromkeys(found)) or known
+    if twice := {p.stem for p in found if [q.stem for q in found].count(p.stem) > 1}:  # they would write the same files
+        raise BadInput(f"two notebooks are called {', '.join(sorted(twice))}: run them one by one, or rename one")
+    return found
 
 
 def known_parameters(notebook: Path) -> dict[str, object]:

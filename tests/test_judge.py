@@ -198,6 +198,13 @@ def test_an_output_folder_with_something_in_it_is_refused(tmp_path):
         book.new_run_folder(tmp_path)
 
 
+def test_two_notebooks_of_one_name_are_refused(tmp_path):
+    other = write(tmp_path, OPEN, CLOSE, name="03_serve")
+    assert len(find_notebooks(["03", "3", "notebooks/03_serve.ipynb"])) == 1
+    with pytest.raises(BadInput, match="two notebooks are called 03_serve"):
+        find_notebooks(["03", str(other)])
+
+
 def test_a_chapter_is_found_by_its_bare_number_and_a_mistyped_one_is_guessed():
     assert [p.stem for p in find_notebooks(["3", "workshop"])] == ["03_serve", "workshop"]
     with pytest.raises(BadInput, match="'workshp': did you mean workshop. there are 01_size_gpu, .* workshop"):
