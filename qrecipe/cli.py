@@ -326,7 +326,7 @@ def dissect(
     from .serving import Server
     from .vision import picture_message
 
-    key = os.environ.get("VLLM_API_KEY") or os.environ.get("OPENAI_API_KEY") or "EMPTY"
+    key = os.environ.get("VLLM_API_KEY") or "EMPTY"
     if not model:
         server = Server.attach(url)
         model, key = server.model, server.api_key

@@ -79,7 +79,8 @@ class Server:
     def attach(
         cls, base_url: str, api_key: str | None = None, *, model: str = "", folder: Path | None = None
     ) -> "Server":
-        """Look at a running OpenAI-compatible server. The key comes from VLLM_API_KEY or OPENAI_API_KEY when none is given.
+        """Look at a running OpenAI-compatible server. The key comes from VLLM_API_KEY when none is given;
+        OPENAI_API_KEY, which is another service's, is sent to nobody.
 
         Raises BadInput when nothing answers, when what answers is no such server, or when it does not serve `model`.
         """
@@ -87,19 +88,20 @@ class Server:
 
         state = read_state(folder) if folder else {}
         own = (folder / "api-key").read_text() if state.get("key") else None
-        key = api_key or own or os.environ.get("VLLM_API_KEY") or os.environ.get("OPENAI_API_KEY") or "EMPTY"
+        key = api_key or own or os.environ.get("VLLM_API_KEY") or "EMPTY"
         base_url, sent = base_url.rstrip("/"), {"Authorization": f"Bearer {key}"}
         if not base_url.startswith(("http://", "https://")):
             raise BadInput(f"{base_url!r} is no address of a server: expected something like http://127.0.0.1:8000/v1")
         try:
             reply = httpx.get(f"{base_url}/models", headers=sent, timeout=10, trust_env=False)
-            served = {} if reply.status_code in (401, 403) else {m["id"]: m for m in reply.json()["data"]}
+            listed = [] if reply.status_code in (401, 403) else reply.json()["data"]
+            served = {m["id"]: m for m in listed if isinstance(m["id"], str)}
             first = served[model] if model in served else next(iter(served.values()), None)
-        except httpx.HTTPError as e:
+        except (httpx.HTTPError, httpx.InvalidURL) as e:
             raise BadInput(
                 f"no server answers at {base_url} ({type(e).__name__}): start one with 'qrecipe serve', or name the one that runs; a chapter whose base_url is empty starts its own"
             ) from None
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             hint = "" if base_url.endswith("/v1") else "; is /v1 missing at its end?"
             raise BadInput(
                 f"{base_url}/models answered {reply.status_code}, but not as an OpenAI-compatible server does{hint}"
@@ -109,9 +111,10 @@ class Server:
             raise BadInput(f"{base_url} wants {which} API key: set VLLM_API_KEY in the environment")
         if first is None or model not in ("", first["id"]):
             raise BadInput(f"{base_url} does not serve {model!r}: it serves {list(served)}")
+        longest = first.get("max_model_len")
         log, recipe = state.get("log") or os.environ.get("QRECIPE_LOG"), state.get("recipe")
         return cls(
-            base_url, first["id"], key, first.get("root") or first["id"], first.get("max_model_len"), Path(log) if log else None,
+            base_url, first["id"], key, str(first.get("root") or first["id"]), longest if isinstance(longest, int) else None, Path(log) if log else None,
             folder, ServeRecipe.from_dict(recipe) if recipe else None, state.get("ready_seconds"),
         )  # fmt: skip
 

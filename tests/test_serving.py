@@ -1,11 +1,13 @@
 """The server's life on a stub with vLLM's process tree; the real engine is in test_book.py."""
 
+import http.server
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -192,11 +194,58 @@ def test_two_starts_at_once_become_one(stub, port, tmp_path):
 
 @pytest.mark.parametrize(
     "base_url, words",
-    [("ftp://x", "is no address"), ("http://127.0.0.1:9/v1", "no server answers"), ("nonsense", "is no address")],
+    [
+        ("ftp://x", "is no address"),
+        ("http://127.0.0.1:9/v1", "no server answers"),
+        ("nonsense", "is no address"),
+        ("http://[::1", "no server answers"),
+        ("http://127.0.0.1:9/\n", "no server answers"),
+    ],
 )
 def test_attach_refuses_what_is_no_server(base_url, words):
     with pytest.raises(BadInput, match=words):
         Server.attach(base_url)
+
+
+class Foreign(http.server.BaseHTTPRequestHandler):
+    """Answers with `says` whatever it is asked, and keeps the keys that it was sent."""
+
+    says, keys = "", []
+
+    def do_GET(self):
+        self.keys.append(self.headers["Authorization"])
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.says.encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def foreign():
+    with http.server.HTTPServer(("127.0.0.1", 0), Foreign) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    "says", ["[" * 100_000, '{"data": [{"id": 5}]}', '{"data": [{"id": ["a"]}]}', '{"data": [5]}', "5"]
+)
+def test_attach_refuses_a_list_of_models_that_is_none(foreign, monkeypatch, says):
+    monkeypatch.setattr(Foreign, "says", says)
+    with pytest.raises(BadInput, match="not as an OpenAI-compatible|does not serve ''"):
+        Server.attach(foreign)
+
+
+def test_attach_takes_no_odd_facts_and_sends_no_other_service_s_key(foreign, monkeypatch):
+    monkeypatch.setattr(Foreign, "says", '{"data": [{"id": "a", "root": 7, "max_model_len": "x"}]}')
+    monkeypatch.setenv("OPENAI_API_KEY", "a key of another service")
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    server = Server.attach(foreign)
+    assert (server.model, server.root, server.max_model_len) == ("a", "7", None)
+    assert Foreign.keys[-1] == "Bearer EMPTY"
 
 
 def test_attach_tells_a_missing_v1_and_an_unknown_model(stub, port):
