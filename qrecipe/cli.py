@@ -31,6 +31,7 @@ def number(name: str, help: str, low: float = 1, high: float = 10**8, kind: type
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, help=__doc__)
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 Engine = Annotated[str, typer.Option(help="auto, cpu or gpu")]
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a log, a model or a name must not steer the terminal
 PORT = "port", "the server's port", 1024, 65535
 
 
@@ -45,7 +46,7 @@ def main() -> None:
         code = typer.main.get_command(app).main(joined(words) or ["--help"], "qrecipe", standalone_mode=False)
         sys.exit(code if words else 2)
     except RecipeError as e:
-        print(f"qrecipe: {e}", file=sys.stderr)
+        print(f"qrecipe: {CONTROL.sub('?', str(e))}", file=sys.stderr)
         sys.exit(e.exit_code)
     except typer.BadParameter.__base__ as e:  # what the parser refuses
         commands = typer.main.get_command(app).commands
@@ -78,7 +79,7 @@ def joined(args: list[str]) -> list[str]:
 
 def show(data, as_json: bool, lines) -> None:
     """Print `data` as JSON, or the lines made for a person."""
-    print(json.dumps(data, indent=1, ensure_ascii=False) if as_json else "\n".join(lines))
+    print(json.dumps(data, indent=1, ensure_ascii=False) if as_json else CONTROL.sub("?", "\n".join(lines)))
 
 
 @app.command()
@@ -262,7 +263,7 @@ def report(
     page = write_nights(writable(Path(out) if out else runs_dir() / "report"), found)
     lines = [f"note: {n}" for n in found["notes"]] + [f"changed: {c}" for c in found["changed"]]
     lines += [f"regression: {r}" for r in found["regressions"]] or ["no regression"]
-    lines = [re.sub(r"[\x00-\x1f\x7f-\x9f]", "?", line) for line in lines]  # names that a foreign file has chosen
+    lines = [line.replace("\n", "?") for line in lines]  # names that a foreign file has chosen
     show(found, as_json, [*lines, f"{len(found['nights'])} runs; report: {page}"])
     raise typer.Exit(1 if found["regressions"] else 0)
 

@@ -82,8 +82,8 @@ def answered(told: dict | None) -> str:
 
 
 def plain(text: str) -> str:
-    """Text of a traceback without colours, 2,000 characters at most."""
-    return re.sub(r"\x1b\[[0-9;]*m", "", text).strip()[:2000]
+    """Text of a traceback without colours and what else steers a terminal, 2,000 characters at most."""
+    return re.sub(r"\x1b\[[0-9;]*m|[\x00-\x08\x0b-\x1f\x7f-\x9f]", "", text).strip()[:2000]
 
 
 def begins(source: str) -> str:

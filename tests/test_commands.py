@@ -9,7 +9,7 @@ import typer
 from conftest import ROOT
 
 from qrecipe.book import find_notebooks, known_parameters, sort_parameters
-from qrecipe.cli import app, joined, parameter
+from qrecipe.cli import app, joined, main, parameter
 from qrecipe.errors import BadInput
 from qrecipe.size_command import parser
 
@@ -67,3 +67,14 @@ def test_the_commands_are_found_and_a_wrong_one_is_seen():
     for wrong in ("papermill 03_serve.ipynb o.ipynb -p max_tokens 8", "qrecipe serve --no-such"):
         with pytest.raises(AssertionError):
             check(wrong)
+
+
+def test_a_log_cannot_steer_the_terminal(tmp_path, monkeypatch, capsys):
+    (tmp_path / "x.log").write_text(
+        "INFO vLLM API server version 0.27.0\nValueError: \x1b]0;title\x07 \x9b31m \x1b[31mred\n"
+    )
+    monkeypatch.setattr("sys.argv", ["qrecipe", "log", str(tmp_path / "x.log")])
+    with pytest.raises(SystemExit):
+        main()
+    said = capsys.readouterr().out
+    assert "title" in said and not {"\x1b", "\x07", "\x9b"} & set(said)
