@@ -153,7 +153,11 @@ def run_book(
         add_page(pages, folder, verdicts)  # while the server stops
         if held:
             serving.leave(held, wait=60)
-        verdicts += [Verdict(e.name, reason="not reached: the run was interrupted") for e in due[len(verdicts) :]]
+        ended = "the run was interrupted"
+        verdicts += [
+            Verdict(e.name, reason=f"{ended} in it" if e.began else f"not reached: {ended}")
+            for e in due[len(verdicts) :]
+        ]
         write_run(folder, stage, verdicts, time.monotonic() - clock, held, note, pages)
         if published:
             from .publish import publish
