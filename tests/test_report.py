@@ -50,6 +50,13 @@ def test_junit_xml_can_be_read_whatever_the_log_held(tmp_path, run):
     assert "<script>alert(1)</script>" in suite[0][0].text and suite[2][0].get("message") == "no GPU"
 
 
+def test_a_notebook_s_name_is_hostile_as_well(tmp_path, run):
+    run["chapters"][2]["name"] = EVIL
+    assert len(ElementTree.parse(write_page(tmp_path, "junit.xml", run=run)).getroot()) == 3
+    text = write_page(tmp_path, "summary.md", run=run).read_bytes().decode("utf-8", "replace")
+    assert "<script" not in text.split("`````text\n")[0]
+
+
 def test_a_log_cannot_break_out_of_the_summary(tmp_path, run):
     text = write_page(tmp_path, "summary.md", run=run).read_bytes().decode("utf-8", "replace")
     fenced = text.split("`````text\n")
