@@ -2,6 +2,7 @@
 
 import html
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ LOOK = {  # of a cell under its head
     "left": ";max-width:48em;white-space:pre-wrap",
     "right": ";font-variant-numeric:tabular-nums",
 }
+
+NUMERAL = re.compile(r"[-–−]?\d[\d,.]*(e[+-]?\d+)?( [*%])?|[–-]|nan")
 
 
 class Table:
@@ -54,8 +57,9 @@ table = Table  # as the chapters call it
 
 
 def _numbers(values: Sequence[Any]) -> bool:
-    told = [v for v in values if v is not None]
-    return bool(told) and all(isinstance(v, int | float) and not isinstance(v, bool) for v in told)
+    """Whether a column is one of numbers: more than half of what is told are, in figures or as text ("4,096", "22.0 *")."""
+    told = [str(v) for v in values if v is not None]
+    return 2 * sum(NUMERAL.fullmatch(text) is not None for text in told) > len(told)
 
 
 def number(value: Any) -> str:

@@ -188,3 +188,19 @@ def test_a_token_that_a_model_writes_is_drawn_as_it_is_and_is_no_formula(token):
 
     figure = distributions(["a", token], {"temperature": ([0.5, 0.5], [0.9, 0.1])}, title="two tokens")
     assert figure._repr_mimebundle_()[0]["image/png"]
+
+
+@pytest.mark.parametrize(
+    "column, side",
+    [
+        ([1, None, 2.5], "right"),
+        (["22.05", "23.50 *", "–"], "right"),
+        (["74,448", 262144, "does not start"], "right"),
+        (["", "", "words"], "left"),
+        ([1, "a", "b"], "left"),
+        ([True, False], "left"),
+        ([None], "left"),
+    ],
+)
+def test_a_column_of_numbers_stands_to_the_right(column, side):
+    assert show.table([(value,) for value in column], ["x"]).sides == [side]
