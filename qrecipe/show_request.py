@@ -70,7 +70,8 @@ def timeline(dissection: "Dissection | Sequence[Dissection]", names: Sequence[st
 def _title(rows: Sequence[Any], names: Sequence[str]) -> str:
     d = rows[0]
     if len(rows) == 2 and d.e2e and rows[1].e2e:
-        return f"{names[1] or 'The second'}: {rows[1].e2e / d.e2e:.1f} times the time of {names[0] or 'the first'}"
+        second = names[1][:1].upper() + names[1][1:] or "The second"
+        return f"{second}: {rows[1].e2e / d.e2e:.1f} times the time of {names[0] or 'the first'}"
     if len(rows) > 1:
         return "The same clock for each: wait for the first token, then a tick a chunk"
     return f"The first token took {d.ttft / d.e2e:.0%} of the request" if d.ttft and d.e2e else "No token came"

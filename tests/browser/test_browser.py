@@ -31,7 +31,12 @@ CHAPTERS = [
 ]
 ANSWERS = json.loads((ROOT / "tests/data/answers.json").read_text())
 BY_MACHINE = {"ex-3-2", "ex-3-4", "ex-5-4", "ex-7-1", "ex-8-2"}  # the machine's own, or of another server
-STARTS = {"imports": "a", "reading the weights": "b", "compiling and profiling": "c", "warming up": "d"}
+STARTS = {
+    "imports and configuration": "a",
+    "reading the weights": "b",
+    "compiling and profiling": "c",
+    "warming up": "d",
+}
 LIMIT = 900  # seconds for one Run All (a server's start among them)
 STATE = """() => {
     const panel = window.jupyterapp.shell.currentWidget
@@ -129,7 +134,7 @@ def page(chromium):
 
 
 def shoot(page, name):
-    """The whole notebook on one picture (or as much of it as one can hold)."""
+    """The whole notebook on one picture, or on as many as it takes."""
     if folder := os.environ.get("QRECIPE_SCREENSHOTS"):
         wide = page.viewport_size["width"]
         os.makedirs(folder, exist_ok=True)
@@ -139,8 +144,10 @@ def shoot(page, name):
             return Math.max(1400, outer ? outer.scrollHeight : document.body.scrollHeight) }"""
         )
         page.set_viewport_size({"width": wide, "height": min(16000, inner + 140)})
-        page.wait_for_timeout(1500)
-        page.screenshot(path=f"{folder}/{name}.png")
+        for part in range(1 + inner // 15900):  # more than one picture can hold
+            page.evaluate("top => document.querySelector('.jp-WindowedPanel-outer')?.scrollTo(0, top)", 15800 * part)
+            page.wait_for_timeout(1500)
+            page.screenshot(path=f"{folder}/{name}{f'-{part + 1}' if part else ''}.png")
         page.set_viewport_size({"width": wide, "height": 1000})
 
 
