@@ -11,7 +11,7 @@ LOOK = {  # of a cell under its head
     "right": ";font-variant-numeric:tabular-nums",
 }
 
-NUMERAL = re.compile(r"[-–−]?\d[\d,.]*(e[+-]?\d+)?( [*%])?|[–-]|nan")
+NUMERAL = re.compile(r"[-–−]?\d[\d,.]*(e[+-]?\d+)? ?[*%]?|[–-]|nan")
 
 
 class Table:

@@ -92,3 +92,12 @@ def test_all_that_a_run_leaves_says_how_answers_were_judged(tmp_path, run):
         None,
         "exercises: 2 right",
     ]
+
+
+def test_a_link_to_a_page_of_the_book_is_plain_words_in_a_report(tmp_path):
+    from qrecipe.report import chapter_html
+
+    words = "see the [glossary](glossary.md) and [vLLM](https://docs.vllm.ai)"
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(words)]), tmp_path / "a.ipynb")
+    page = chapter_html(tmp_path / "a.ipynb")
+    assert "see the glossary and <a" in page and "https://docs.vllm.ai" in page

@@ -194,7 +194,7 @@ def test_a_token_that_a_model_writes_is_drawn_as_it_is_and_is_no_formula(token):
     "column, side",
     [
         ([1, None, 2.5], "right"),
-        (["22.05", "23.50 *", "–"], "right"),
+        (["22.05", "23.50 *", "–", "96%"], "right"),
         (["74,448", 262144, "does not start"], "right"),
         (["", "", "words"], "left"),
         ([1, "a", "b"], "left"),
