@@ -42,6 +42,9 @@ for n, p in enumerate("KMG", 1):  # a unit of 2¹⁰ and its twin of 10³; asked
     twins = f"{p}B (10{'³⁶⁹'[n - 1]} bytes)", f"{p}iB (2{'¹²³'[n - 1]}⁰ bytes)"
     SLIPS[f"{p}iB"] = [(1.024**n, "That is the number in {}; in {} it is smaller.".format(*twins))]
     SLIPS[f"{p}B"] = [(1 / 1.024**n, "That is the number in {1}; in {0} it is larger.".format(*twins))]
+    for factor, other in [(1024.0, "KMG"[n - 2 : n - 1]), (1 / 1024, "KMG"[n : n + 1])]:  # the unit below, the one above
+        SLIPS[f"{p}iB"] += [(factor, f"That is the number in {other}iB, read here as {p}iB.")] if other else []
+COMMA = "A comma before three digits stands for thousands; a decimal comma is better written as a dot."
 
 
 @dataclass(frozen=True)
@@ -137,16 +140,23 @@ def _number(spec: dict, answer: Any, effect: None, env: dict) -> tuple[bool, str
     short = right if isinstance(right, int) else float(f"{right:.4g}") if abs(right) < 1e4 else round(right)
     exact = Quantity(short, *unit_of(asked))
     slips = _slips(spec, (exact.kind, yours.unit), env)
+    if re.search(r"\d,\d{3}(?!\d)", str(answer)):
+        slips = [(1000 * right, COMMA), *slips]
     twin = yours.unit.replace("i", "") == exact.unit.replace("i", "")  # a number for GiB may have been written with GB
     near = [
         (abs(one / slip - 1), slip, says) for slip, says in slips for one in {value, yours.value if twin else value}
     ]
     distance, slip, says = min(near, key=lambda one: one[0], default=(1, math.inf, ""))
     if _holds(spec, right, yours, slip, [one for one, _ in slips]):
-        same = "" if yours.unit in (exact.unit, "") else f" are {Quantity(float(f'{value:.4g}'), *unit_of(asked))}"
+        same = (
+            ""
+            if yours.unit in (exact.unit, "") or value == yours.value
+            else f" are {Quantity(float(f'{value:.4g}'), *unit_of(asked))}"
+        )
         return True, f"{yours}{same}" + (f"; exactly {exact}." if abs(value - short) > abs(right) / 2000 else ".")
     likely = ""
-    if distance <= max(0.01, min(spec["tolerance"], 0.05)):
+    far = not 0.5 < value / right < 2  # then a slip is none of its neighbours, however roughly it was rounded
+    if distance <= (0.05 if far else max(0.01, min(spec["tolerance"], 0.05))):
         likely = " " + say(says, env)
     elif "whole" in spec and yours.value == math.ceil(right):
         likely = " The last of them does not fit whole: round down."

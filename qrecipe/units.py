@@ -47,7 +47,7 @@ def quantity(written: object, asked: str) -> Quantity:
     text = re.sub(r"^(\D*\d+),(\d{1,2}|\d{4,})(?=\D*$)", r"\1.\2", text)  # a decimal comma
     match = NUMBER.fullmatch(text)
     value = float(re.sub(r"[,_' ]", "", match[1])) if match else inf
-    if value in (inf, -inf):
+    if value in (inf, -inf) or match[2].startswith(":"):  # a time of day is no number either
         raise BadInput(f"{written!r} is no number; one such as {f'0.25 {asked}'.strip()!r} is expected")
     word, wanted = match[2], unit_of(asked)[1]
     if re.search(r"[*/+^-]\s*\(?\d", word):

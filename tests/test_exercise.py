@@ -303,6 +303,15 @@ def test_twins_are_told_apart_in_the_unit_that_was_written(answer, said, begin):
     assert told.state == "wrong" and said in told.lines[1]
 
 
+@pytest.mark.parametrize(
+    "number, answer, said",
+    [("1.2", "8,455 GiB", "A comma before three digits"), ("1.2", "8455 GiB", "1,000 times as large as it should be."),
+     ("1.3", "0.177", "in GiB, read here as MiB"), ("1.1", "8583", "in MiB, read here as GiB"), ("2.4", "1.5 min", "a byte has 8 bits")],
+)  # fmt: skip
+def test_a_slip_of_the_pen_is_told_however_it_was_rounded(number, answer, said, begin):
+    assert said in exercise.check(number, answer, **VALUES[number]).lines[1]
+
+
 @pytest.mark.parametrize("number", ANSWERS)
 def test_a_hint_after_the_second_try_and_the_solution_after_the_third(number, begin):
     wrong = [a for a, _ in ANSWERS[number]["wrong"]][:3]
@@ -391,7 +400,7 @@ def test_a_number_written_in_a_unit_is_read_back(value, unit):
 @pytest.mark.parametrize(
     "written, asked, base",
     [("1,024 tokens", "tokens", 1024), ("8,6 GiB", "GiB", 8.6 * 2**30), ("9.2gb", "GiB", 9.2e9), ("8 Gb", "GiB", 1e9), ("~3.5x", "x", 3.5),
-     ("4.5 billion", "parameters", 4.5e9), ("2.9 million tokens", "tokens", 2.9e6), ("3M", "tokens", 3e6), ("3 M", "GiB", None), (7, "ms", 0.007), ("about 2 min.", "s", 120), ("µ", "s", None), ("3 GiB", "s", None)],
+     ("4.5 billion", "parameters", 4.5e9), ("2.9 million tokens", "tokens", 2.9e6), ("3M", "tokens", 3e6), ("3 M", "GiB", None), (7, "ms", 0.007), ("about 2 min.", "s", 120), ("µ", "s", None), ("0:12", "min", None), ("3 GiB", "s", None)],
 )  # fmt: skip
 def test_numbers_as_people_write_them(written, asked, base):
     if base is None:
