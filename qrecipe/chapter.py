@@ -192,7 +192,8 @@ def begin(name: str, **parameters) -> Chapter:
         rows["weights"] = "dummy: random numbers in the exact shape; every word that the model says is noise"
     if not os.environ.get("QRECIPE_QUIET"):
         display(table(rows, ["this chapter runs on", ""]))
-    figures.join()  # a second here, so that no later cell waits for it
+    if not attended():  # half a second here, so that no later cell waits for it; a reader reads meanwhile
+        figures.join()
     return chapter
 
 
