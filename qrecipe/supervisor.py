@@ -189,7 +189,8 @@ def living_owners(folder: Path) -> list[dict]:
 
 def address(host: str) -> str:
     """Where this machine reaches a server that binds `host`."""
-    return "127.0.0.1" if host in ("0.0.0.0", "localhost", "") else "[::1]" if host == "::" else host
+    host = {"0.0.0.0": "127.0.0.1", "localhost": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host
 
 
 def main() -> None:

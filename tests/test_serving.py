@@ -352,6 +352,12 @@ def test_a_server_that_cannot_be_ended_does_not_save_the_others(monkeypatch, cap
     )
 
 
+@pytest.mark.parametrize("host, address", [("::1", "[::1]"), ("127.0.0.53", "127.0.0.53"), ("localhost", "127.0.0.1")])
+def test_any_loopback_address_needs_no_key_and_is_reached(stub, port, host, address):
+    server = Server.start(ServeRecipe("stub", port=port, host=host))
+    assert server.base_url == serving.status(port)[0]["base_url"] == f"http://{address}:{port}/v1" and server.model
+
+
 def test_a_model_is_no_option():
     with pytest.raises(BadInput, match="no model given"):
         ServeRecipe("--trust-remote-code")

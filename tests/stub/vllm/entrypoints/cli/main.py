@@ -9,6 +9,7 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -72,9 +73,9 @@ def main() -> None:
         time.sleep(60)
     time.sleep(float(WORDS.get("bind", 0.1)))
     ThreadingHTTPServer.allow_reuse_address = True
-    server = ThreadingHTTPServer(
-        (sys.argv[sys.argv.index("--host") + 1], int(sys.argv[sys.argv.index("--port") + 1])), Handler
-    )
+    host, port = (sys.argv[sys.argv.index(word) + 1] for word in ("--host", "--port"))
+    ThreadingHTTPServer.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    server = ThreadingHTTPServer((host, int(port)), Handler)
     say("Application startup complete.")
     server.serve_forever()
 
