@@ -42,7 +42,7 @@ for n, p in enumerate("KMG", 1):  # a unit of 2¹⁰ and its twin of 10³; asked
     twins = f"{p}B (10{'³⁶⁹'[n - 1]} bytes)", f"{p}iB (2{'¹²³'[n - 1]}⁰ bytes)"
     SLIPS[f"{p}iB"] = [(1.024**n, "That is the number in {}; in {} it is smaller.".format(*twins))]
     SLIPS[f"{p}B"] = [(1 / 1.024**n, "That is the number in {1}; in {0} it is larger.".format(*twins))]
-    for factor, other in [(1024.0, "KMG"[n - 2 : n - 1]), (1 / 1024, "KMG"[n : n + 1])]:  # the unit below, the one above
+    for factor, other in [(1024.0, "KMG"[n - 2 : n - 1]), (1 / 1024, "KMG"[n : n + 1])]:  # below, above
         SLIPS[f"{p}iB"] += [(factor, f"That is the number in {other}iB, read here as {p}iB.")] if other else []
 COMMA = "A comma before three digits stands for thousands; a decimal comma is better written as a dot."
 
