@@ -144,7 +144,9 @@ def _number(spec: dict, answer: Any, effect: None, env: dict) -> tuple[bool, str
         slips = [(1000 * right, COMMA), *slips]
     twin = yours.unit.replace("i", "") == exact.unit.replace("i", "")  # a number for GiB may have been written with GB
     near = [
-        (abs(one / slip - 1), slip, says) for slip, says in slips for one in {value, yours.value if twin else value}
+        (min(abs(one / (kept or slip) - 1) for one in {value, yours.value if twin else value}), slip, says)
+        for slip, says in slips
+        for kept in {slip, math.floor(slip) if "whole" in spec else slip}
     ]
     distance, slip, says = min(near, key=lambda one: one[0], default=(1, math.inf, ""))
     if _holds(spec, right, yours, slip, [one for one, _ in slips]):

@@ -59,7 +59,8 @@ def quantity(written: object, asked: str) -> Quantity:
         scale, _, word = word.partition(" ")
         value *= SCALES[scale]
     unit, kind = unit_of(word or asked)
-    if kind != wanted:
+    things = {re.sub("(?<=ch)es$|s$", "", one) for one in (unit, asked)} - {"", "x", "×", "time"}
+    if kind != wanted or kind == "count" and len(things) > 1:  # tokens are no requests
         raise BadInput(f"{written!r} is in {unit or 'no unit'}; a {wanted} in {asked or 'plain numbers'} is expected")
     return Quantity(value, unit, kind)
 
