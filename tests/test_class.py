@@ -3,6 +3,8 @@
 import http.server
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +14,7 @@ import httpx
 import pytest
 from conftest import is_free, wait_until
 
+from qrecipe.recipe import recipe_for
 from qrecipe.workshop import FLAGS, reset, seat_keys
 
 pytestmark = pytest.mark.engine
@@ -117,6 +120,42 @@ def test_a_picture_on_this_very_machine_is_not_fetched(school):
     )  # vLLM 0.27.0 answers a local file with 500
     own.shutdown()
     assert asked == []
+
+
+FETCH = """
+import sys
+from vllm.multimodal.media.connector import MediaConnector
+try:
+    MediaConnector(allowed_media_domains=["127.0.0.1"]).fetch_image(sys.argv[1])
+except Exception as e:
+    print(type(e).__name__)
+"""
+
+
+@pytest.mark.parametrize("allow, asked", [("0", ["/here.png"]), ("1", ["/here.png", "/inside"])])
+def test_a_redirect_from_the_one_allowed_domain_is_not_followed(allow, asked):
+    """By what the book's server has in its environment; with a 1 there vLLM 0.27.0 follows it to wherever it leads."""
+    got = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            got.append(self.path)
+            self.send_response(302 if self.path == "/here.png" else 404)
+            self.send_header("Location", f"http://localhost:{own.server_port}/inside")
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    name = "VLLM_MEDIA_URL_ALLOW_REDIRECTS"
+    env = recipe_for("cpu", "OWNER/NAME").env
+    assert env[name] == "0"
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as own:
+        threading.Thread(target=own.serve_forever, daemon=True).start()
+        words = [sys.executable, "-c", FETCH, f"http://127.0.0.1:{own.server_port}/here.png"]
+        done = subprocess.run(words, env=os.environ | env | {name: allow}, capture_output=True, text=True)
+        own.shutdown()
+    assert done.stdout.strip().endswith("Error") and got == asked, done.stderr
 
 
 def test_no_answer_grows_beyond_the_cap(school):
