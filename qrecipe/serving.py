@@ -304,8 +304,9 @@ def diagnosis(log: str | Path) -> dict | None:
 
 
 def tail(log: str | Path, lines: int = 30) -> str:
-    """The last lines of a log, "" when it cannot be read."""
+    """The last lines of a log, 1,000 characters of each at most; "" when it cannot be read."""
     with suppress(OSError), open(log, "rb") as f:
         f.seek(max(0, os.fstat(f.fileno()).st_size - 20_000))
-        return "\n".join(f.read().decode("utf-8", "replace").rstrip().splitlines()[-lines:])
+        last = f.read().decode("utf-8", "replace").rstrip().splitlines()[-lines:]
+        return "\n".join(line if len(line) <= 1000 else f"{line[:1000]} ..." for line in last)
     return ""

@@ -358,6 +358,13 @@ def test_any_loopback_address_needs_no_key_and_is_reached(stub, port, host, addr
     assert server.base_url == serving.status(port)[0]["base_url"] == f"http://{address}:{port}/v1" and server.model
 
 
+def test_one_endless_line_does_not_hide_the_log_s_last_words(tmp_path):
+    (tmp_path / "x.log").write_text("first\n" + "A" * 300_000 + "\nValueError: why\n")
+    said = serving.tail(tmp_path / "x.log")
+    assert said.splitlines()[-1] == "ValueError: why" and len(said) < 1100 and "first" not in said
+    assert serving.tail(tmp_path / "none.log") == ""
+
+
 def test_a_model_is_no_option():
     with pytest.raises(BadInput, match="no model given"):
         ServeRecipe("--trust-remote-code")
