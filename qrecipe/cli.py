@@ -187,6 +187,8 @@ def stop(
             continue
         running = before and before[0]["status"] not in ENDED
         last = f" (last: {state['status']})" if state else ""
+        others = [str(s["port"]) for s in serving.status() if s["status"] not in ENDED]
+        last += f"; on {', '.join(others)} one does: --port or --all" if others else ""
         print(f"stopped the server on port {one}" if running else f"no server runs on port {one}{last}")
     if left:
         raise ServerFailed("; ".join(left))

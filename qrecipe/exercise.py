@@ -42,8 +42,9 @@ for n, p in enumerate("KMG", 1):  # a unit of 2¹⁰ and its twin of 10³; asked
     twins = f"{p}B (10{'³⁶⁹'[n - 1]} bytes)", f"{p}iB (2{'¹²³'[n - 1]}⁰ bytes)"
     SLIPS[f"{p}iB"] = [(1.024**n, "That is the number in {}; in {} it is smaller.".format(*twins))]
     SLIPS[f"{p}B"] = [(1 / 1.024**n, "That is the number in {1}; in {0} it is larger.".format(*twins))]
-    for factor, other in [(1024.0, "KMG"[n - 2 : n - 1]), (1 / 1024, "KMG"[n : n + 1])]:  # below, above
-        SLIPS[f"{p}iB"] += [(factor, f"That is the number in {other}iB, read here as {p}iB.")] if other else []
+    for other, step in [("KMG"[n - 2 : n - 1], 1), ("KMG"[n : n + 1], -1)]:  # the unit below, the one above
+        for unit, factor in [(f"{other}iB", 1024.0**step), (f"{other}B", 1.024**n * 1000.0**step)]:
+            SLIPS[f"{p}iB"] += [(factor, f"That is the number in {unit}, read here as {p}iB.")] if other else []
 COMMA = "A comma before three digits stands for thousands; a decimal comma is better written as a dot."
 
 

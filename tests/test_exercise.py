@@ -307,7 +307,7 @@ def test_twins_are_told_apart_in_the_unit_that_was_written(answer, said, begin):
 @pytest.mark.parametrize(
     "number, answer, said",
     [("1.2", "8,455 GiB", "A comma before three digits"), ("1.2", "8455 GiB", "1,000 times as large as it should be."),
-     ("1.3", "0.177", "in GiB, read here as MiB"), ("1.1", "8583", "in MiB, read here as GiB"), ("3.1", "9", "32,768"), ("4.2", "34", "32,768"), ("2.4", "1.5 min", "a byte has 8 bits")],
+     ("1.3", "0.177", "in GiB, read here as MiB"), ("1.1", "8583", "in MiB, read here as GiB"), ("6.4", "667", "in MB, read here as GiB"), ("1.3", "0.19", "in GB, read here as MiB"), ("3.1", "9", "32,768"), ("4.2", "34", "32,768"), ("2.4", "1.5 min", "a byte has 8 bits")],
 )  # fmt: skip
 def test_a_slip_of_the_pen_is_told_however_it_was_rounded(number, answer, said, begin):
     assert said in exercise.check(number, answer, **VALUES[number]).lines[1]

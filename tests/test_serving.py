@@ -15,7 +15,7 @@ import pytest
 from conftest import free_port
 
 from qrecipe import serving
-from qrecipe.cli import main
+from qrecipe.cli import main, stop
 from qrecipe.errors import BadInput, ServerFailed
 from qrecipe.processes import Pid, server_processes
 from qrecipe.recipe import ServeRecipe
@@ -134,11 +134,13 @@ def test_a_start_that_dies_says_why_and_where_the_log_is(stub, port):
     assert gone(serving.read_state(serving.server_folder(port))["token"])
 
 
-def test_keep_outlives_its_owner_until_stop(stub, port):
+def test_keep_outlives_its_owner_until_stop(stub, port, capsys):
     server = Server.start(ServeRecipe("stub", port=port), keep=True)
     server.leave()
     time.sleep(1)
     assert serving.status(port)[0]["status"] == "ready"
+    stop(port=1024, every=False)  # no server of ours there: the one elsewhere is named
+    assert f"no server runs on port 1024; on {port} one does: --port or --all" in capsys.readouterr().out
     server.stop()
     assert server_processes(token_of(server)) == []
 
