@@ -4,6 +4,7 @@ import ast
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -83,6 +84,11 @@ def sort_parameters(notebooks: list[Path], given: dict) -> dict[Path, dict]:
     return {p: {k: v for k, v in given.items() if k in known[p]} for p in notebooks}
 
 
+def needs_server(notebook: Path) -> bool:
+    """Whether this chapter takes the run's server: one with flags of its own (`server(own)`) it starts itself."""
+    return re.search(r"\.server\((?!own\))", notebook.read_text()) is not None
+
+
 def needs_whole_gpu(notebook: Path) -> bool:
     """Whether this chapter keeps an LLM of its own, which on a GPU cannot stand beside the server."""
     return "batch.Offline(" in notebook.read_text()
@@ -118,7 +124,7 @@ def run_book(
     try:
         if attached:
             serving.Server.attach(url)
-        elif any(".server(" in p.read_text() for p in notebooks if p not in alone):
+        elif any(needs_server(p) for p in notebooks if p not in alone):
             say("looking for model and server, building what is not there")
             held = serving.launch(stage.recipe(), log_dir=folder)
             env = {serving.SHARED: serving.read_state(held).get("token", "")}

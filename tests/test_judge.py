@@ -232,3 +232,9 @@ def test_a_chapter_that_was_prepared_and_never_began_leaves_nothing(tmp_path, ho
     execution.end()
     assert execution.process.poll() is not None
     assert list(out.iterdir()) == []
+
+
+def test_the_run_s_server_is_started_for_the_chapters_that_take_it():
+    asked = {p.stem: book.needs_server(p) for p in find_notebooks([]) + find_notebooks(["workshop"])}
+    without = {"01_size_gpu", "02_install_layers", "09_scale_out", "workshop"}  # the workshop's has flags of its own
+    assert {name for name, needed in asked.items() if not needed} == without
