@@ -1,11 +1,14 @@
 """For a teacher: a key for each seat, a seat set back, the answer key as a file, and the class seen from /metrics."""
 
+import asyncio
 import hashlib
 import json
 import math
 import os
 import secrets
 import time
+from collections import defaultdict
+from contextlib import nullcontext
 from pathlib import Path
 
 from .errors import BadInput
@@ -29,17 +32,24 @@ class Seats:
 
     vLLM 0.27.0 takes several keys only as words of its command line, which everybody on the machine can read and which its
     log repeats. The file of the keys is read again whenever it has changed, so a renewed key holds from the next request.
+    A seat has at most $QRECIPE_SEAT_REQUESTS requests (16) at work at once; what is beyond waits here, and not before everybody.
     """
 
     def __init__(self, app):
         self.app, self.file, self.written, self.seats = app, state_dir() / "seats.json", None, set()
+        most = int(os.environ.get("QRECIPE_SEAT_REQUESTS", "16"))
+        self.places = defaultdict(lambda: asyncio.Semaphore(most))
 
     async def __call__(self, scope, receive, send):
+        place = nullcontext()
         if scope["type"] in ("http", "websocket"):
             own = f"Bearer {os.environ.get('VLLM_API_KEY', '')}".encode()
-            headers = [(n, own if n == b"authorization" and self.knows(v) else v) for n, v in scope["headers"]]
-            scope = scope | {"headers": headers}
-        await self.app(scope, receive, send)
+            seats = [v for n, v in scope["headers"] if n == b"authorization" and self.knows(v)]
+            if seats and scope.get("method") == "POST":
+                place = self.places[seats[0]]
+            scope = scope | {"headers": [(n, own if v in seats else v) for n, v in scope["headers"]]}
+        async with place:
+            await self.app(scope, receive, send)
 
     def knows(self, header: bytes) -> bool:
         """True for the Authorization header of a seat."""

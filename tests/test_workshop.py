@@ -55,6 +55,35 @@ def test_a_seat_s_key_counts_as_the_server_s_until_it_is_renewed(sent, tmp_path)
     assert sent(keys[1]) == keys[1]  # nor does one that is gone
 
 
+def test_a_seat_that_floods_waits_behind_itself_and_before_nobody_else(tmp_path, monkeypatch):
+    monkeypatch.setenv("QRECIPE_STATE", str(tmp_path / "state"))
+    monkeypatch.setenv("VLLM_API_KEY", "the teacher's")
+    monkeypatch.setenv("QRECIPE_SEAT_REQUESTS", "3")
+    keys, at_work, most, done = seat_keys(2), 0, 0, []
+
+    async def app(scope, receive, send):
+        nonlocal at_work, most
+        at_work += 1
+        most = max(most, at_work)
+        await asyncio.sleep(0.01)
+        at_work -= 1
+        done.append(scope["path"])
+
+    async def flood():
+        seats = Seats(app)
+
+        def ask(key, path, method="POST"):
+            scope = {"type": "http", "method": method, "path": path}
+            return seats(scope | {"headers": [(b"authorization", f"Bearer {key}".encode())]}, None, None)
+
+        await asyncio.gather(
+            *(ask(keys[1], "one") for _ in range(20)), ask(keys[2], "two"), ask(keys[1], "list", "GET")
+        )
+
+    asyncio.run(flood())
+    assert most == 5 and len(done) == 22 and {"two", "list"} <= set(done[:5])
+
+
 def test_a_reset_takes_the_answers_of_that_folder_alone(sent, tmp_path):
     seat_keys(2)
     for name in (
