@@ -57,9 +57,9 @@ table = Table  # as the chapters call it
 
 
 def _numbers(values: Sequence[Any]) -> bool:
-    """Whether a column is one of numbers: more than half of what is told are, in figures or as text ("4,096", "22.0 *")."""
+    """Whether a column is one of numbers: three quarters of what is told are, in figures or as text ("4,096", "22.0 *")."""
     told = [str(v) for v in values if v is not None]
-    return 2 * sum(NUMERAL.fullmatch(text) is not None for text in told) > len(told)
+    return bool(told) and 4 * sum(NUMERAL.fullmatch(text) is not None for text in told) >= 3 * len(told)
 
 
 def number(value: Any) -> str:

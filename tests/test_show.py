@@ -195,7 +195,8 @@ def test_a_token_that_a_model_writes_is_drawn_as_it_is_and_is_no_formula(token):
     [
         ([1, None, 2.5], "right"),
         (["22.05", "23.50 *", "–", "96%"], "right"),
-        (["74,448", 262144, "does not start"], "right"),
+        (["74,448", 262144, None, 99792, "does not start"], "right"),
+        ([1, 4, 0.9, "127.0.0.1", "qwen3.5-4b", ""], "left"),
         (["", "", "words"], "left"),
         ([1, "a", "b"], "left"),
         ([True, False], "left"),
