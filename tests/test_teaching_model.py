@@ -286,3 +286,46 @@ def test_the_delta_rule_agrees_with_transformers():
 def test_replies_are_written_with_the_think_block_closed():
     assert whole_reply("because", "So.") == "because\n</think>\n\nSo."
     assert whole_reply(None, "So.") == "So."
+
+
+# -- what the chapters read it with
+
+
+def reader(folder):
+    """A chapter whose model lies in this folder."""
+    from qrecipe.chapter import Chapter
+
+    chapter = Chapter("x", "cpu", "", {}, "", {})
+    chapter.__dict__["model_dir"] = str(folder)
+    return chapter
+
+
+SEVERAL = [{"role": "system", "content": "s"}, *({"role": r, "content": r} for r in ("user", "assistant", "user"))]
+
+
+@pytest.mark.parametrize("options", [{}, {"enable_thinking": False}])
+@pytest.mark.parametrize(
+    "content", ["Hi", "5的阶乘是多少？", "a  b\n\n c", [{"type": "image"}, {"type": "text", "text": "?"}], SEVERAL]
+)
+def test_a_chapter_reads_a_prompt_as_transformers_does(content, options, folder, tokenizer):
+    whole = isinstance(content, list) and "role" in content[0]
+    messages = content if whole else [{"role": "user", "content": content}]
+    text, chapter = (
+        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options),
+        reader(folder),
+    )
+    assert chapter.prompt(messages, **options) == text
+    theirs = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ours = chapter.tokenizer.encode(text, add_special_tokens=False)
+    assert ours.ids == theirs["input_ids"] and ours.offsets == list(map(tuple, theirs["offset_mapping"]))
+
+
+def test_a_template_may_lie_in_the_tokenizer_s_settings_and_a_folder_without_tokenizer_says_so(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"chat_template": "{{ messages[0].content }} {{ enable_thinking }}"}'
+    )
+    assert reader(tmp_path).prompt([{"content": "a"}], enable_thinking=False) == "a False"
+    (tmp_path / "chat_template.jinja").write_text("newer")
+    assert reader(tmp_path).prompt([]) == "newer"
+    with pytest.raises(BadInput, match="tokenizer.json is not there"):
+        reader(tmp_path).tokenizer  # noqa: B018
