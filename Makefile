@@ -33,7 +33,7 @@ setup:
 	@$(PYTHON) -m qrecipe.install --engine $(ENGINE)
 
 lab: setup
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) --LabApp.default_url=/lab/tree/index.md $(ARGS) notebooks
+	@$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) --LabApp.default_url=/lab/tree/index.md $(ARGS) notebooks
 
 # takes the outputs out of the notebooks; what was typed into them stays
 fresh: setup
