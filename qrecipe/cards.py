@@ -68,7 +68,10 @@ def find_card(name: str | Card) -> Card:
         return found[0]
     names, what = [c.name for c in found or cards()], "ambiguous" if found else "unknown"
     near = ", ".join(difflib.get_close_matches(str(name), names, 4, 0.1 if found else 0.4) or names)
-    raise BadInput(f"{what} card {str(name)!r}; nearest: {near}")
+    several = "one card is named here, several by --tensor-parallel-size; " * bool(
+        re.match(r"\s*\d+\s*[x×*]", str(name))
+    )
+    raise BadInput(f"{what} card {str(name)!r}; {several}nearest: {near}")
 
 
 def parse_size(text: str | int | float, what: str = "memory") -> float:

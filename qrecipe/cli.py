@@ -288,7 +288,9 @@ def size(ctx: typer.Context) -> None:
 
 
 @app.command("log")
-def read(file: Annotated[str, typer.Argument(help="a vLLM log, also .gz")], as_json: Json = False) -> None:
+def read(
+    file: Annotated[str, typer.Argument(help="a vLLM log, also .gz; - reads a pipe")], as_json: Json = False
+) -> None:
     """The memory profile in a start-up log, or the failure and its mend; exit 1 when the start failed."""
     from .startup_log import read_log
 
@@ -297,6 +299,8 @@ def read(file: Annotated[str, typer.Argument(help="a vLLM log, also .gz")], as_j
     plain = [f"{k:24} {v}" for k, v in facts.items() if v is not None and not isinstance(v, (list, dict))]
     words = {"failure": "text", "cause": "cause", "mend": "mend"}
     told = [f"{word + ':':8} {failure[key]}" for word, key in words.items()] if failure else []
+    if not failure and facts["ready"] is False:
+        told = ["the log ends before the server was ready, and names no failure"]
     show(facts, as_json, plain + told)
     raise typer.Exit(1 if failure else 0)
 

@@ -17,7 +17,7 @@ RECORDED = Path(__file__).parent / "data" / "logs"
 def blocks(source: str | Path | IO | Iterable[str | bytes]) -> Iterator[bytes]:
     """Blocks of at most about 1 MiB. A path that cannot be read, is empty or binary raises BadInput."""
     if isinstance(source, str | Path):
-        yield from _from_path(Path(source).expanduser())
+        yield from _from_path(Path("/dev/stdin" if str(source) == "-" else source).expanduser())
     elif hasattr(source, "read"):
         while block := source.read(BLOCK):
             yield _utf8(block)

@@ -255,6 +255,8 @@ def _judge(b: Budget) -> None:
         fewer = f" --max-num-seqs {blocks}" if bound and 0 < blocks < (seqs or 256) else ""
         values |= {"longest": longest, "fewer": fewer, "least": min(batch or 1, blocks if bound else 10**9)}
         values |= {"need_gib": need * b.pool_block_bytes / GIB, "together": replicas * b.max_concurrency}
+        all_of_it = b.available_kv_gib + (1 - f.gpu_memory_utilization) * b.total_gib if b.total_gib else 1
+        values["more"] = "raise --gpu-memory-utilization, " * (all_of_it > 0)
         stops = {
             "no memory": b.available_kv_gib <= 0,
             "too long": blocks < need and longest,

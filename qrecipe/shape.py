@@ -9,7 +9,6 @@ import os
 import re
 from collections import namedtuple
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -179,6 +178,8 @@ def load_shape(source: str | Path | dict | ModelShape) -> ModelShape:
     path, wanted = Path(text.replace("\0", "?")).expanduser(), text.split("/")[-1]
     path, plain = path / "config.json" if path.is_dir() else path, re.sub("-(instruct|it|base)$", "", wanted.lower())
     bundled = next((n for n in names if n.lower() in (wanted.lower(), plain)), None)
+    if path.name == "config.json" and path.parent.is_dir() and not path.exists():
+        raise BadInput(f"{path.parent} is a folder without a config.json; {hint}")
     if path.is_file():
         return read_config(_read(path), path.parent.resolve().name if path.name == "config.json" else path.stem)
     if text.endswith(".json") or "/" in text and not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", text):
@@ -201,11 +202,15 @@ def _from_hub(repo: str, hint: str) -> dict:
     if say("HF_HUB_OFFLINE") != "1":
         urls.append(f"{say('HF_ENDPOINT', 'https://huggingface.co')}/{repo}/resolve/main/config.json")
         urls.append(f"https://modelscope.cn/models/{repo}/resolve/master/config.json")
+    why = [] if len(urls) > 1 else ["HF_HUB_OFFLINE=1 allows no network"]
     for url in urls:
-        with suppress(OSError, ValueError), urlopen(url, timeout=10) as answer:
-            if isinstance(config := json.loads(answer.read(4_000_000)), dict):
-                return config
-    raise BadInput(f"config.json of {repo!r} could not be fetched; {hint}")
+        try:
+            with urlopen(url, timeout=10) as answer:
+                if isinstance(config := json.loads(answer.read(4_000_000)), dict):
+                    return config
+        except (OSError, ValueError) as e:
+            why.append(f"{url.split('/')[2] or 'cache'}: {e}")
+    raise BadInput(f"config.json of {repo!r} could not be fetched ({'; '.join(why)}); {hint}")
 
 
 def _read(path: Path) -> dict:

@@ -1,6 +1,7 @@
 """`qrecipe size`: the budget on the command line. Read by argparse: typer's parser loads pydantic, half of the time."""
 
 import argparse
+import difflib
 import json
 from dataclasses import fields
 
@@ -36,6 +37,10 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         message = message.replace("invalid whole_number value:", "a whole number such as 2 or 32k is expected, not")
         message = message.replace("invalid float value:", "a number such as 0.9 is expected, not")
+        known = list(self._option_string_actions)
+        for word in message.split() if "unrecognized" in message else ():
+            if word.startswith("--") and (near := difflib.get_close_matches(word.split("=")[0], known, 1)):
+                message += f"; did you mean {near[0]}?"
         raise BadInput(f"size: {message}; `qrecipe size --help` lists what it takes")
 
 

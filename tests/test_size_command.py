@@ -9,9 +9,10 @@ import pytest
 import typer
 
 from qrecipe.cli import app, main
+from qrecipe.errors import BadInput
 from qrecipe.log_source import recorded
 from qrecipe.memory import JSON_KEYS, Flags
-from qrecipe.size_command import parser, whole_number
+from qrecipe.size_command import parser, predict, whole_number
 
 COMMANDS = typer.main.get_command(app).commands
 OPTIONS = [(name, p) for name, command in COMMANDS.items() for p in command.params]
@@ -165,3 +166,28 @@ def test_the_log_command(shell, tmp_path):
         assert code == 2 and said in err and err.count("\n") == 1
     (tmp_path / "cut.gz").write_bytes(whole[: len(whole) // 2])
     assert "8.61" in shell("log", tmp_path / "cut.gz")[1]
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["Qwen3.5-4B", "--max-num-seq", "8"], r"did you mean --max-num-seqs\?"),
+        (["Qwen3.5-4B", "--gpu-memory-utilisation=0.9"], r"did you mean --gpu-memory-utilization\?"),
+        (["Qwen3.5-4B", "--gpu", "2x RTX 4090"], "several by --tensor-parallel-size"),
+        (["."], "is a folder without a config.json"),
+        (["Org/None"], r"could not be fetched \(HF_HUB_OFFLINE=1 allows no network\)"),
+    ],
+)
+def test_a_slip_is_told_with_its_mend(tmp_path, monkeypatch, words, told):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(BadInput, match=told):
+        predict(words)
+
+
+def test_a_log_that_ends_early_says_so_and_a_pipe_is_read():
+    head = b"INFO 12-01 10:00:00 [gpu_model_runner.py:5132] Model loading took 8.61 GiB memory and 3.455410 seconds\n"
+    words = [sys.executable, "-c", "from qrecipe.cli import main; main()", "log", "-"]
+    done = subprocess.run(words, input=head, capture_output=True, timeout=60)
+    assert done.returncode == 0 and b"ends before the server was ready" in done.stdout
