@@ -30,6 +30,7 @@ screenshots: setup
 	@QRECIPE_BROWSER=all QRECIPE_SCREENSHOTS=runs/screenshots $(BIN)/python -m pytest tests/browser $(ARGS)
 
 setup:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 8) and "set-up: this Python is too old, 3.11 to 3.13 is needed: make PYTHON=/path/to/python3.12" or 0)'
 	@$(PYTHON) -m qrecipe.install --engine $(ENGINE)
 
 lab: setup

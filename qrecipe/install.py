@@ -26,7 +26,7 @@ NETWORK = (
 )
 # else the first import does it, and where PYTHONDONTWRITEBYTECODE is set, as in many containers, every import anew
 COMPILE = "import compileall, sys; [compileall.compile_dir(path, quiet=2, workers=0) for path in sys.argv[1:]]"
-SIZES = {"cpu": "6 GB, half a minute on a fast line", "gpu": "10 GB"}
+SIZES = {"cpu": "7 GB, half a minute on a fast line", "gpu": "10 GB"}
 
 
 def version_of(python: str) -> tuple[int, ...]:
