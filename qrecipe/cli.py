@@ -29,6 +29,7 @@ def number(name: str, help: str, low: float = 1, high: float = 10**8, kind: type
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, help=__doc__)
+app.info.context_settings = {"help_option_names": ["-h", "--help"]}
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 Engine = Annotated[str, typer.Option(help="auto, cpu or gpu")]
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a log, a model or a name must not steer the terminal
