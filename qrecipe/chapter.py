@@ -5,6 +5,7 @@ import hashlib
 import importlib.metadata as metadata
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable
@@ -242,6 +243,14 @@ def check_values(parameters: dict) -> None:
         raise BadInput(f"model {model!r}: expected 'auto', a folder or a hub id")
     if model.startswith(("/", "~")) and not Path(model).expanduser().is_dir():
         raise BadInput(f"model {model!r}: there is no such folder")
+    for name in ("seat_runs", "all_runs"):
+        if (folder := parameters.get(name)) and not Path(str(folder)).is_dir():
+            raise BadInput(f"{name} {folder!r}: there is no such folder")
+    address = parameters.get("address", "localhost")
+    if not re.fullmatch(r"[\w.-]+|\[[\da-fA-F:.]+\]", str(address)):
+        raise BadInput(
+            f"address {address!r}: expected a host's name or number alone, such as 192.0.2.7 or [2001:db8::7]"
+        )
     for card in [parameters["card"]] if "card" in parameters else parameters.get("cards", []):
         find_card(card)
     for name, limits in LIMITS.items():

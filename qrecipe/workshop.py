@@ -5,14 +5,17 @@ import hashlib
 import json
 import math
 import os
+import re
 import secrets
+import shlex
 import time
 from collections import defaultdict
 from contextlib import nullcontext
+from html import escape
 from pathlib import Path
 
 from .errors import BadInput
-from .paths import state_dir, write_whole
+from .paths import project_root, read_record, state_dir, write_whole
 
 FLAGS = ("--middleware", "qrecipe.workshop.Seats")  # words of `vllm serve`
 
@@ -84,6 +87,32 @@ def reset(seat: int, runs: str | Path = "") -> list[str]:
     return [file.stem for file in files]
 
 
+def write_slips(line: str, keys: dict[int, str]) -> Path:
+    """A page to print and cut, slips.html beside seats.json (mode 600): for each seat `line` with its key in the place of the dots."""
+    told = {n: escape(line.replace("...", shlex.quote(key), 1)) for n, key in keys.items()}
+    style = "pre{break-inside:avoid;border:1px dashed;padding:1em;white-space:pre-wrap}"
+    slips = "\n".join(f"<pre>Seat {n}\n\n{text}</pre>" for n, text in told.items())
+    path = state_dir() / "slips.html"
+    write_whole(
+        path, f"<!doctype html><meta charset=utf-8><title>Seats</title><style>{style}</style>\n{slips}\n", mode=0o600
+    )
+    return path
+
+
+def progress(folder: Path) -> list[tuple]:
+    """A row for each seat from its cards of exercises, found below its own folder in `folder`: its name, how many are right, those not
+    yet right with their tries, minutes since the last try; the longest silence first, seats without a card before them."""
+    rows = []
+    for seat in sorted(p for p in folder.iterdir() if p.is_dir()):
+        files = sorted(seat.glob("**/exercises/[0-9]*.json"), key=lambda p: p.stat().st_mtime)
+        done = {n: e for file in files for n, e in read_record(file).items() if isinstance(e, dict) and e.get("tries")}
+        open_ = ", ".join(f"{n} ({len(e['tries'])})" for n, e in sorted(done.items()) if e.get("state") != "right")
+        since = (time.time() - files[-1].stat().st_mtime) / 60 if files else math.inf
+        rows.append((seat.name, sum(e.get("state") == "right" for e in done.values()), open_, since))
+    rows.sort(key=lambda row: -row[3])
+    return [(*row, "no card" if since == math.inf else round(since)) for *row, since in rows]
+
+
 def recorded_values(spec: dict) -> dict:
     """What the notebook passes to an exercise's check where that is the same for every reader, and `right` where it follows."""
     from .exercise import evaluate
@@ -102,14 +131,20 @@ def recorded_values(spec: dict) -> dict:
 
 
 def write_key(path: Path) -> Path:
-    """Write every exercise's hint and worked solution as Markdown; one that needs the student's own run says so in words."""
+    """Write every exercise as Markdown: question, hint, worked solution, what usual mistakes come from; a solution that needs the
+    student's own run says so in words."""
     from .exercise import book, say
 
+    cells = [c for p in project_root().glob("notebooks/0*.ipynb") for c in json.loads(p.read_text())["cells"]]
+    told = [re.match(r"### Exercise (\d\.\d):[^\n]*\n+(.*)", "".join(c["source"]), re.S) for c in cells]
+    asked = {found[1]: found[2] for found in told if found}
     lines = ["# Answer key", ""]
     for name, spec in book().items():
         env = recorded_values(spec) | {"ceil": math.ceil}
-        lines += [f"## {name} {spec['title']}", "", f"**Hint.** {say(spec['hint'], env)}", ""]
+        lines += [f"## {name} {spec['title']}", "", asked.get(name, ""), "", f"**Hint.** {say(spec['hint'], env)}", ""]
         lines += [f"**Solution.** {spec.get('key') or say(spec['solution'], env)}", ""]
+        if usual := [f"- {text}" for _, text in spec.get("mistakes", []) if "{" not in text]:
+            lines += ["**After a usual mistake.**", "", *usual, ""]
     write_whole(path, "\n".join(lines), mode=0o600)
     return path
 

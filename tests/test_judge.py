@@ -171,6 +171,8 @@ def test_parameters_are_refused_before_anything_starts(tmp_path):
         ("workshop", {"max_model_len": 1024}, "cap is 1024 and max_model_len 1024"),
         ("workshop", {"reset_seat": 31}, "reset_seat is 31 and seats 30: a seat from 1 to seats"),
         ("workshop", {"watch_seconds": -1}, "watch_seconds is -1"),
+        ("workshop", {"address": "http://192.0.2.7:8000"}, "expected a host's name or number alone"),
+        ("workshop", {"seat_runs": "/nowhere"}, "seat_runs '/nowhere': there is no such folder"),
         ("05", {"prompt_lengths": []}, r"prompt_lengths is \[\]"),
         ("05", {"prompt_lengths": [64, "long"]}, "each of prompt_lengths is 'long'"),
     ],

@@ -7,12 +7,13 @@ import os
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 
 from qrecipe.errors import BadInput
 from qrecipe.exercise import book
-from qrecipe.workshop import Seats, reset, seat_keys, write_key
+from qrecipe.workshop import Seats, progress, reset, seat_keys, write_key, write_slips
 
 
 @pytest.fixture
@@ -108,13 +109,55 @@ def test_the_key_holds_every_exercise_and_only_its_owner_may_read_it(tmp_path):
     assert text.count("**Solution.**") == len(book())
     assert "4,539,265,536 × 2 bytes / 2**30 = 8.455 GiB" in text
     assert file.stat().st_mode & 0o777 == 0o600
-    for found in re.findall(r"\{.*?\}+", text):  # an answer that is a dict, no figure left to be filled in
+    told = "".join(
+        re.findall(r"\n\*\*Hint.*?(?=\n## |$)", text, re.S)
+    )  # the questions show examples as they stand in the notebooks
+    for found in re.findall(r"\{.*?\}+", told):  # an answer that is a dict, no figure left to be filled in
         assert isinstance(ast.literal_eval(found), dict), found
     assert "0.80 × 139.8" in text and "ceil(100000 / 528) + 3 = 193 blocks" in text and "107,712 tokens" in text
-    assert text.count("student's own") == 5
+    assert told.count("student's own") == 5
 
 
 def test_a_log_that_is_not_there_is_refused_before_anything_starts(tmp_path):
     words = [sys.executable, "-m", "qrecipe.cli", "run", "03", "--log", str(tmp_path / "no.log")]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 2 and "there is no such file" in done.stderr
+
+
+def test_a_slip_a_seat_holds_its_own_key_and_only_its_owner_may_read_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("QRECIPE_STATE", str(tmp_path))
+    page = write_slips("export VLLM_API_KEY=...   # <own>", keys := seat_keys(3))
+    slips = page.read_text().split("<pre>")[1:]
+    assert [
+        f"Seat {n}\n" in slip and f"KEY={key} " in slip.replace("'", "")
+        for slip, (n, key) in zip(slips, keys.items(), strict=True)
+    ] == [True] * 3
+    assert "&lt;own&gt;" in slips[0] and page.stat().st_mode & 0o777 == 0o600
+
+
+def test_who_is_stuck_is_told_from_the_cards_the_longest_silence_first(tmp_path):
+    cards = {
+        "7": (
+            60,
+            {
+                "1.1": {"state": "right", "tries": ["8.4"]},
+                "1.3": {"state": "wrong", "tries": ["1", "2"]},
+                "1.4": {"state": "open", "tries": []},
+            },
+        ),
+        "8": (600, {"1.1": {"state": "right", "tries": ["8.4"]}}),
+        "9": (0, ["no card"]),
+    }
+    for seat, (age, card) in cards.items():
+        file = tmp_path / seat / "runs/exercises/01_size_gpu.json"
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps(card))
+        os.utime(file, (then := time.time() - age, then))
+    (tmp_path / "10").mkdir()
+    assert progress(tmp_path) == [("10", 0, "", "no card"), ("8", 1, "", 10), ("7", 1, "1.3 (2)", 1), ("9", 0, "", 0)]
+
+
+def test_the_key_asks_what_the_notebooks_ask_and_tells_usual_mistakes(tmp_path):
+    parts = re.split(r"\n## ", write_key(tmp_path / "key.md").read_text())[1:]
+    assert all(len(part.split("**Hint.**")[0].split()) > 12 for part in parts), "a question is missing"
+    assert "how many **GiB** of weights?" in parts[0] and "Half a byte each would be 4 bits" in parts[0]
