@@ -88,7 +88,7 @@ class Server:
 
         state = read_state(folder) if folder else {}
         own = (folder / "api-key").read_text() if state.get("key") else None
-        key = api_key or own or os.environ.get("VLLM_API_KEY") or "EMPTY"
+        key = (api_key or own or os.environ.get("VLLM_API_KEY") or "").strip() or "EMPTY"  # pasted with a line's end
         base_url, sent = base_url.rstrip("/"), {"Authorization": f"Bearer {key}"}
         if not base_url.startswith(("http://", "https://")):
             raise BadInput(f"{base_url!r} is no address of a server: expected something like http://127.0.0.1:8000/v1")

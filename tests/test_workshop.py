@@ -9,10 +9,12 @@ import subprocess
 import sys
 import time
 
+import httpx
 import pytest
 
 from qrecipe.errors import BadInput
 from qrecipe.exercise import book
+from qrecipe.serving import Server
 from qrecipe.workshop import Seats, progress, reset, seat_keys, write_key, write_slips
 
 
@@ -161,3 +163,17 @@ def test_the_key_asks_what_the_notebooks_ask_and_tells_usual_mistakes(tmp_path):
     parts = re.split(r"\n## ", write_key(tmp_path / "key.md").read_text())[1:]
     assert all(len(part.split("**Hint.**")[0].split()) > 12 for part in parts), "a question is missing"
     assert "how many **GiB** of weights?" in parts[0] and "Half a byte each would be 4 bits" in parts[0]
+
+
+def test_a_key_pasted_with_its_line_s_end_is_sent_without(monkeypatch):
+    sent = []
+
+    def get(url, headers, **_):
+        sent.append(headers["Authorization"])
+        raise httpx.ConnectError("")
+
+    monkeypatch.setattr(httpx, "get", get)
+    monkeypatch.setenv("VLLM_API_KEY", " a-key\n")
+    with pytest.raises(BadInput, match="no server answers"):
+        Server.attach("http://192.0.2.7:8000/v1")
+    assert sent == ["Bearer a-key"]
