@@ -93,17 +93,19 @@ def _legend(figure: "Figure", handles: Sequence[Any], columns: int) -> None:
     )  # fmt: skip
 
 
-def _measured(figure: "Figure") -> "Figure":
-    """Say under the figure, and in its alternative text, on what and when its numbers were measured."""
+def _measured(figure: "Figure", text: str | bool = True) -> "Figure":
+    """Say under the figure, and in its alternative text, on what and when its numbers were measured: `text`, or True for here and today."""
     from datetime import date
+    from textwrap import fill
 
     from . import chapter as running
 
-    if chapter := running._current:
+    if text is True and (chapter := running._current):
         known = f"{chapter.device} · vLLM {chapter.versions.get('vllm', '?')}"
         text = f"{known if chapter.engine != 'attached' else 'the server at base_url'} · {date.today()}"
+    if text is not True:
         middle = figure.axes[len(figure.axes) // 2]
-        middle.set_xlabel(f"{middle.get_xlabel()}\n{text}")
+        middle.set_xlabel(f"{middle.get_xlabel()}\n{fill(text, 90)}")
         figure.alt += f" ({text})"
     return figure
 
@@ -224,12 +226,12 @@ def line_plot(
     log: bool | str = False,
     limits: Mapping[str, float] | None = None,
     markers: bool = True,
-    measured: bool = False,
+    measured: bool | str = False,
 ) -> "Figure":
     """Lines over x, told apart by colour, dash and marker. `log`: True for both axes, or "x" or "y".
 
     `limits` draws horizontal lines (name -> y); a line whose name holds "limit" is drawn as one too. None leaves a gap.
-    `measured`: on this device, which is then named.
+    `measured`: True on this device, which is then named; or the words that name another.
     """
     figure = _figure(3.7, f"{title}: {', '.join(lines)} over {xlabel}")
     ax = _axes(figure, title, xlabel, ylabel)
@@ -253,7 +255,7 @@ def line_plot(
         ax.set_ylim(bottom=min(0, ax.get_ylim()[0]) if min(ax.dataLim.y0, 0) < 0 else 0)
     if len(lines) > 1 or limits:
         _legend(figure, ax.get_legend_handles_labels()[0], 3)
-    return _measured(figure) if measured else figure
+    return _measured(figure, measured) if measured else figure
 
 
 def __getattr__(name: str) -> Any:
