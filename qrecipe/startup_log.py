@@ -112,6 +112,7 @@ class _Start:
         self.watcher = StageWatcher()
         self.origin: datetime | None = None
         self.engines: set[str] = set()
+        self.owed: list[bytes] = []  # process labels whose line comes without one
         self.row_count, self.stride, self.stopped = 0, 1, False
 
     def add(self, name: str, label: str, number: str) -> None:
@@ -169,12 +170,17 @@ class _Start:
                 texts = self.log.figures if name in ("architecture", "vllm_version", "model") else self.log.backends
                 texts.setdefault(name, value)
                 continue
-            label = words.LABEL.search(buf[begin:at])
+            if labels := words.LABEL.findall(
+                buf[begin:at]
+            ):  # two that wrote at once: both labels, one line, then the other's
+                self.owed = labels[1:]
+            elif self.owed:
+                labels = [self.owed.pop(0)]
             line = words.message(buf[begin : at + RIGHT].split(b"\n", 1)[0].decode("utf-8", "replace"))
             for name, number in zip(rule.names, groups, strict=False):
                 self.log.lines.setdefault(name, line[:1000])
                 if number is not None:
-                    self.add(name, label[1].decode("utf-8", "replace") if label else "", number)
+                    self.add(name, labels[0].decode("utf-8", "replace") if labels else "", number)
 
     def error(self, buf: bytes, begin: int, at: int) -> None:
         end = buf.find(b"\n", at, at + 4096)

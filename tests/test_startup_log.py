@@ -297,3 +297,14 @@ def test_no_log_makes_it_raise(data):
 def test_the_log_of_a_benchmark_is_no_server_s():
     with pytest.raises(BadInput, match="the log of `vllm bench`, not of a server"):
         read_log(Path(__file__).parent.parent / "gallery/h200/08_benchmark-c2.log")
+
+
+def test_two_processes_that_write_at_once_are_told_apart(tmp_path):
+    log = tmp_path / "x.log"
+    kv = "INFO 12-01 03:16:37 [cpu_worker.py:248] Explicitly set (1.0/23.54) GiB for KV cache on node 0.\n"
+    tokens = "INFO 12-01 03:16:37 [kv_cache_utils.py:2235] GPU KV cache size: 1,005,130 tokens\n"
+    one, two = (f"(EngineCore_DP{n} pid={11396 + n}) " for n in (0, 1))
+    log.write_text(f"{one}{two}{kv}{kv}{one}{tokens}{two}{tokens}")
+    found = read_log(log)
+    assert sorted(r["rank"] for r in found.ranks) == ["EngineCore_DP0", "EngineCore_DP1"]
+    assert {r["available_kv_gib"] for r in found.ranks} == {1.0}
