@@ -7,6 +7,7 @@ from typing import Any
 from qrecipe.errors import BadInput
 
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30, "": 1}  # as vllm serve reads them
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what a log, a model or a name could steer a terminal with
 
 
 def whole_number(text: str) -> int:

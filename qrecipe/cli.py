@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -11,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from .checks import check_number, whole_number
+from .checks import CONTROL, check_number, whole_number
 from .errors import BadInput, RecipeError, ServerFailed
 
 
@@ -32,7 +31,6 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 app.info.context_settings = {"help_option_names": ["-h", "--help"]}
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 Engine = Annotated[str, typer.Option(help="auto, cpu or gpu")]
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a log, a model or a name must not steer the terminal
 PORT = "port", "the server's port", 1024, 65535
 
 
@@ -332,9 +330,10 @@ def dissect(
     from .errors import RequestFailed
     from .request import dissect as take_apart
     from .serving import Server
+    from .start_checks import given_key
     from .vision import picture_message
 
-    key = os.environ.get("VLLM_API_KEY") or "EMPTY"
+    key = given_key() or "EMPTY"
     if not model:
         server = Server.attach(url)
         model, key = server.model, server.api_key

@@ -12,6 +12,7 @@ from pathlib import Path
 import nbformat
 
 from .chapter import CLOSING, SKIPPED
+from .checks import CONTROL
 from .paths import read_record
 
 DEAD = 138  # papermill's exit code for a dead kernel
@@ -83,7 +84,7 @@ def answered(told: dict | None) -> str:
 
 def plain(text: str) -> str:
     """Text of a traceback without colours and what else steers a terminal, 2,000 characters at most."""
-    return re.sub(r"\x1b\[[0-9;]*m|[\x00-\x08\x0b-\x1f\x7f-\x9f]", "", text).strip()[:2000]
+    return CONTROL.sub("", re.sub(r"\x1b\[[0-9;]*m", "", text)).strip()[:2000]
 
 
 def begins(source: str) -> str:

@@ -77,8 +77,7 @@ def chapter_html(notebook: Path) -> str:
                 output.text = f"{output.text[:LONGEST]}\n... and {more:,} more characters in {notebook.name}"
         exporter = HTMLExporter(template_name="basic", embed_images=True, exclude_anchor_links=True)
         page = exporter.from_notebook_node(nb)[0]
-        return re.sub(
-            r'<a href="[\w.-]+\.(?:md|ipynb)">(.*?)</a>', r"\1", page
-        )  # what lies beside the notebook in the book
+        # links to what lies beside the notebook in the book lead nowhere from here
+        return re.sub(r'<a href="[\w.-]+\.(?:md|ipynb)">(.*?)</a>', r"\1", page)
     except Exception as e:  # a damaged copy must not cost the report of the others
         return f"<p>{notebook.stem} could not be shown: {type(e).__name__}</p>"

@@ -19,7 +19,7 @@ from .errors import BadInput, ServerFailed
 from .paths import ROOM, state_dir, writable, write_whole
 from .processes import Pid, end_all
 from .recipe import ServeRecipe
-from .start_checks import check_start, key_for, new_log, process_argv
+from .start_checks import check_start, given_key, key_for, new_log, process_argv
 from .supervisor import ENDED, address, living_owners
 
 SHARED = "QRECIPE_SHARED"  # in a chapter's environment: the token of the server that its run started
@@ -88,7 +88,7 @@ class Server:
 
         state = read_state(folder) if folder else {}
         own = (folder / "api-key").read_text() if state.get("key") else None
-        key = (api_key or own or os.environ.get("VLLM_API_KEY") or "").strip() or "EMPTY"  # pasted with a line's end
+        key = (api_key or own or "").strip() or given_key() or "EMPTY"
         base_url, sent = base_url.rstrip("/"), {"Authorization": f"Bearer {key}"}
         if not base_url.startswith(("http://", "https://")):
             raise BadInput(f"{base_url!r} is no address of a server: expected something like http://127.0.0.1:8000/v1")

@@ -29,9 +29,8 @@ def process_argv(recipe: ServeRecipe) -> list[str]:
 def check_start(recipe: ServeRecipe) -> None:
     """What can be known before a start: are the words ours, is the model there and complete, the port free, the GPU idle?"""
     for word in (word.split("=")[0].replace("_", "-") for word in recipe.extra):
-        if ours := [
-            own for own in OURS if own.startswith(word) and word[:2] == "--" != word
-        ]:  # vLLM takes --hos as well
+        # vLLM takes --hos as well
+        if ours := [own for own in OURS if own.startswith(word) and word[:2] == "--" != word]:
             raise BadInput(f"{word} among the extra words: give it as {OURS[ours[0]]}")
     path = Path(recipe.model)
     if path.is_absolute() or path.exists() or recipe.model.startswith((".", "~")):
@@ -103,17 +102,23 @@ def check_gpus(share: float, count: int) -> None:
             )
 
 
+def given_key() -> str:
+    """$VLLM_API_KEY, without the line's end that a paste may bring; "" where there is none ("EMPTY" is what clients then send)."""
+    key = os.environ.get("VLLM_API_KEY", "").strip()
+    return "" if key == "EMPTY" else key
+
+
 def key_for(recipe: ServeRecipe, folder: Path, new: bool) -> str | None:
     """The API key that the server gets: $VLLM_API_KEY, else with `new` one of its own, kept in its folder from start to start.
 
     Raises BadInput for a host that other machines reach and no key.
     """
-    key, file = os.environ.get("VLLM_API_KEY"), folder / "api-key"
+    key, file = given_key(), folder / "api-key"
     try:
         local = recipe.host == "localhost" or ipaddress.ip_address(recipe.host).is_loopback
     except ValueError:
         local = False
-    if key in (None, "", "EMPTY"):  # "EMPTY" is what clients send where there is none
+    if not key:
         key = file.read_text() if (new or not local) and file.is_file() else None
     if new and not key:
         key = secrets.token_urlsafe(32)

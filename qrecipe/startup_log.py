@@ -170,9 +170,8 @@ class _Start:
                 texts = self.log.figures if name in ("architecture", "vllm_version", "model") else self.log.backends
                 texts.setdefault(name, value)
                 continue
-            if labels := words.LABEL.findall(
-                buf[begin:at]
-            ):  # two that wrote at once: both labels, one line, then the other's
+            # two processes that wrote at once: both labels, the line of one, then the other's without any
+            if labels := words.LABEL.findall(buf[begin:at]):
                 self.owed = labels[1:]
             elif self.owed:
                 labels = [self.owed.pop(0)]

@@ -441,3 +441,12 @@ def test_a_ray_head_that_does_not_answer_is_one_sentence(port, monkeypatch):
         monkeypatch.setattr("qrecipe.start_checks.find_spec", lambda name: None)
         with pytest.raises(BadInput, match="uv pip install ray"):
             check_head(f"127.0.0.1:{port}")
+
+
+def test_a_key_pasted_with_its_line_s_end_is_the_same_key_for_server_and_client(monkeypatch, tmp_path):
+    from qrecipe.start_checks import given_key, key_for
+
+    monkeypatch.setenv("VLLM_API_KEY", " abc\n")
+    assert given_key() == "abc" == key_for(ServeRecipe("/model"), tmp_path, False)
+    monkeypatch.setenv("VLLM_API_KEY", "EMPTY")
+    assert given_key() == ""
